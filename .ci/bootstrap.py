@@ -35,6 +35,7 @@ TEST = {
     "pyyaml>=6": ("yaml",),
     "click>=8.1": ("click",),
     "rich>=13": ("rich",),
+    "safetensors>=0.4": ("safetensors",),
 }
 LINT = {
     "ruff>=0.9": ("ruff",),

@@ -4,11 +4,15 @@
 
 times single calls with a cold L2 (`timing.flush`) on one GPU, and products of few rows in CUDA graphs too. Weights are
 declared constant. A row for each size goes to FILE, and a line to the terminal.
+
+FP8 has no peer in cuBLAS: none of its batches takes such scales. `torch` multiplies bfloat16 operands of twice the
+bytes, and `scaled_mm` FP8 operands with one scale each, in one call for each head.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +27,7 @@ from deep_gemm.bench import provenance
 from deep_gemm.ops.batched import BHD, BHR, SUM
 from deep_gemm.testing import timing
 
+EACH = (BHR, BHD)
 ROWS, FEW = (1, 64, 4096), 64
 HEADS = ((8, 4096, 1024), (16, 4096, 1024), (128, 512, 128))
 """h, r and d: of DeepSeek-V4's output projection, and of MLA's absorbed products."""
@@ -53,6 +58,33 @@ def each_head(form: str, rows: int, h: int, r: int, d: int, peer: Any) -> tuple[
     return {"op": form, **sizes, "flops": 2 * rows * n * k * h, "bytes": moved}, calls
 
 
+def each_head_fp8(rows: int, h: int, r: int, d: int, peer: Any) -> tuple[dict[str, Any], Calls]:
+    """`each_head` of FP8. Scales of a are stored as TMA reads them, rows last."""
+    blocks, e4m3, one = r // 128, torch.float8_e4m3fn, torch.ones((), device="cuda")
+    a, b, out = normal(rows, h, r), normal(h, d, r), normal(rows, h, d)
+    sfa = torch.rand(h, blocks, -(-rows // 4) * 4, device="cuda").permute(2, 0, 1)[:rows]
+    left, right = (a.to(e4m3), sfa), (b.to(e4m3), torch.rand(h, d // 128, blocks, device="cuda"))
+    for x in right:
+        deep_gemm.declare_constant(x)
+    others, form = normal(h, rows, d), BHR
+    alone = left[0].transpose(0, 1).contiguous()
+
+    def each_alone() -> None:
+        for x, y in zip(alone, right[0], strict=True):
+            torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    calls: Calls = {
+        "us": lambda: deep_gemm.fp8_einsum(form, left, right, out),
+        "torch_us": lambda: torch.bmm(a.transpose(0, 1), b.transpose(1, 2), out=others),
+        "scaled_mm_us": each_alone,
+    }
+    if peer is not None:
+        calls["deepgemm_us"] = lambda: peer.fp8_einsum(form, left, right, out)
+    moved = a.numel() + b.numel() + 2 * out.numel() + 4 * (sfa.numel() + right[1].numel())
+    sizes = {"m": rows, "n": d, "k": r, "h": h}
+    return {"op": f"fp8 {form}", **sizes, "flops": 2 * rows * d * r * h, "bytes": moved}, calls
+
+
 def total(batch: int, m: int, n: int, k: int, peer: Any) -> tuple[dict[str, Any], Calls]:
     """The sum of products, added to float32. torch multiplies without adding to a d, from operands with K together."""
     a, b, d = normal(batch, m, k), normal(batch, n, k), torch.zeros(m, n, device="cuda")
@@ -68,13 +100,17 @@ def total(batch: int, m: int, n: int, k: int, peer: Any) -> tuple[dict[str, Any]
     return {"op": SUM, "m": m, "n": n, "k": k, "b": batch, "flops": 2 * batch * m * n * k, "bytes": moved}, calls
 
 
-def measure(peer: Any) -> Iterator[dict[str, Any]]:
+def measure(peer: Any, only: str) -> Iterator[dict[str, Any]]:
     """A row for each size and mode."""
-    made = [
-        *(functools.partial(each_head, form, rows, *heads) for form in (BHR, BHD) for heads in HEADS for rows in ROWS),
-        *(functools.partial(total, *size) for size in SUMS),
-    ]
-    for make in made:
+    made = {
+        "fp8": [functools.partial(each_head_fp8, rows, *heads) for heads in HEADS for rows in ROWS],
+        **{
+            form: [functools.partial(each_head, form, rows, *heads) for heads in HEADS for rows in ROWS]
+            for form in EACH
+        },
+        SUM: [functools.partial(total, *size) for size in SUMS],
+    }
+    for make in made[only] if only else itertools.chain(*made.values()):
         row, calls = make(peer)
         yield {"mode": "flush", **row} | timing.flush(calls, repeats=20)
         if row["op"] != SUM and row["m"] <= FEW:
@@ -86,15 +122,16 @@ def measure(peer: Any) -> Iterator[dict[str, Any]]:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
 @click.option("--deepgemm", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM.")
-def main(output: Path | None, deepgemm: Path | None) -> None:
+@click.option("--only", type=click.Choice(["fp8", *EACH, SUM]), default="", help="Only these products.")
+def main(output: Path | None, deepgemm: Path | None, only: str) -> None:
     """Time batches of products and their sums."""
     peer = load(deepgemm) if deepgemm is not None else None
     origin = provenance.environment()
-    for row in measure(peer):
+    for row in measure(peer, only):
         sizes = " ".join(f"{name} {row[name]}" for name in ("m", "n", "k", "h", "b") if name in row)
         rate = f"{row['flops'] / 1e6 / row['us']:.0f} TFLOP/s, {row['bytes'] / 1e3 / row['us']:.0f} GB/s"
         others = ", ".join(f"{name[:-3]} {us / row['us']:.3f}" for name, us in row.items() if name.endswith("_us"))
-        click.echo(f"{row['op']:14} {row['mode']} {sizes:32} {row['us']:9.1f} us  {rate}; of ours: {others}")
+        click.echo(f"{row['op']:17} {row['mode']} {sizes:32} {row['us']:9.1f} us  {rate}; of ours: {others}")
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps({**row, **origin}) + "\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from deep_gemm.aot.layers import GROUPED_OPS, Layer
+from deep_gemm.aot.layers import BATCHED_OPS, GROUPED_OPS, Layer
 from deep_gemm.aot.workload import GemmShape, plan
 from deep_gemm.bench.shapes import DEEPSEEK_V3, REFERENCE_NK
 from deep_gemm.params import KernelParams
@@ -20,8 +20,8 @@ LAST_M = 16384
 
 
 def dense_layers(config: dict[str, Any], tp: int = 1) -> list[Layer]:
-    """The layers of a model that have kernels, without those of routed experts."""
-    return [layer for layer in plan(config, tp).served if layer.op not in GROUPED_OPS]
+    """The layers of a model that have kernels, without those of routed experts and batches for each head."""
+    return [layer for layer in plan(config, tp).served if layer.op not in (*GROUPED_OPS, *BATCHED_OPS)]
 
 
 def kernel_at(n: int, k: int) -> Callable[[int], list[KernelParams]]:

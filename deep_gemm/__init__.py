@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, quantize, testing, utils
+    from deep_gemm import backends, fused, nn, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
     )
-    from deep_gemm.batched import bf16_bmm, einsum, fp16_bmm
+    from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         fp8_fp4_gemm_tt,
         fp8_gemm_nn,
         fp8_gemm_nt,
+        fp8_gemm_nt_skip_head_mid,
         fp8_gemm_tn,
         fp8_gemm_tt,
         fp16_gemm_nn,
@@ -143,6 +144,8 @@ __all__ = [
     "dequantise",
     "dump_debug_info",
     "einsum",
+    "fp8_bmm",
+    "fp8_einsum",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -151,6 +154,7 @@ __all__ = [
     "fp8_fp4_paged_mqa_logits",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
+    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
@@ -161,6 +165,7 @@ __all__ = [
     "fp16_gemm_nt",
     "fp16_gemm_tn",
     "fp16_gemm_tt",
+    "fused",
     "get_batch_invariant",
     "get_block_size_multiple_of",
     "get_deterministic_algorithms",
@@ -190,6 +195,7 @@ __all__ = [
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "monitor",
+    "nn",
     "pack_ue8m0_to_int",
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
@@ -225,7 +231,7 @@ _LATE = {
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
     ),
-    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp16_bmm"),
+    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"),
     "deep_gemm.runtime.weight_promises": (
         "declare_constant",
         "retract_constant",
@@ -251,6 +257,7 @@ _LATE = {
         "fp8_fp4_gemm_tt",
         "fp8_gemm_nn",
         "fp8_gemm_nt",
+        "fp8_gemm_nt_skip_head_mid",
         "fp8_gemm_tn",
         "fp8_gemm_tt",
     ),
@@ -330,7 +337,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "quantize", "testing", "utils")
+_MODULES = ("backends", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

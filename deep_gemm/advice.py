@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ def of_type(name: str, value: Any) -> str:
     if isinstance(value, (tuple, list)):
         pair = any(isinstance(each, Tensor) for each in value)
         return " Only FP8 functions take pairs of values and scales." if pair else f" Pass torch.tensor({_code(name)})."
+    if name.startswith("the scales"):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        one = f" One scale for all is torch.tensor({value}, dtype=torch.float32) on its device, for a and for b."
+        return one if is_number else " The casts of deep_gemm.quantize return values and scales."
     return ""
 
 
@@ -49,5 +54,18 @@ def of_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> str:
     return f" Pass torch.empty({wanted}) of the same dtype and device." if name == "d" else ""
 
 
+def of_kind(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """For a tensor that must have this dtype and shape."""
+    code = _code(name)
+    if tuple(tensor.shape) != shape:
+        if tensor.numel() == math.prod(shape) and tensor.dim() != len(shape):
+            return f" Pass {code}.reshape({shape})."
+        is_turned = tensor.dim() == 2 and tuple(tensor.shape) == shape[::-1]
+        return f" It is transposed: pass {code}.t().contiguous()." if is_turned else ""
+    if dtype == torch.float8_e4m3fn:
+        return " per_token_cast_to_fp8 casts to it, and returns scales."
+    return f" Pass {code}.to({dtype})."
+
+
 def _code(name: str) -> str:
-    return name if name.isidentifier() else "it"
+    return name if name.partition("[")[0].isidentifier() else "it"

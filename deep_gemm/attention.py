@@ -24,6 +24,9 @@ from torch import Tensor
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import checks, logits, paged_logits
 
+MOST_CTAS = 1 << 16
+"""Of a schedule: many times those of any GPU."""
+
 
 def fp8_mqa_logits(
     q: Tensor,
@@ -96,7 +99,7 @@ def _prefill(
         )
     logits.check_logits_dtype(logits_dtype)
     checks.check_tensor("q", q, (3,))
-    keys, _ = checks.pair("kv", kv)
+    keys, _ = checks.pair("kv", kv, logits.KEYS)
     checks.check_tensor("kv[0]", keys, (2,))
     out = logits.empty_logits(q.shape[0], max_seqlen_k or keys.shape[0], logits_dtype, q.device)
     logits.mqa_logits(q, kv, weights, starts, ends, out, clean, max_seqlen_k)
@@ -198,7 +201,7 @@ def _paged(
             f"is {checks.shown(clean)}."
         )
     max_context_len = checks.check_index(
-        "max_context_len", max_context_len, 0, checks.MAX_SIZE, "the width of the result"
+        "max_context_len", max_context_len, 0, checks.MAX_SIZE, "the width of the result, an integer from 0"
     )
     logits.check_logits_dtype(logits_dtype)
     checks.check_tensor("q", q, (4,))
@@ -223,10 +226,10 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
     """
     if indices is not None:
         raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")
-    if not isinstance(block_kv, int) or block_kv not in paged_logits.PAGE_KEYS:
-        known = ", ".join(map(str, paged_logits.PAGE_KEYS))
-        raise UnsupportedError(f"block_kv must be one of {known}, but it is {checks.shown(block_kv)}.")
-    num_sms = checks.check_index("num_sms", num_sms, 1, checks.MAX_SIZE - 1, "a positive number of CTAs")
+    known = f"one of {', '.join(map(str, paged_logits.PAGE_KEYS))}"
+    if checks.check_index("block_kv", block_kv, 1, checks.MAX_SIZE, known) not in paged_logits.PAGE_KEYS:
+        raise UnsupportedError(f"block_kv must be {known}, but it is {block_kv}.")
+    num_sms = checks.check_index("num_sms", num_sms, 1, MOST_CTAS, f"a positive number of CTAs, {MOST_CTAS} at most")
     checks.check_tensor("context_lens", context_lens, (1, 2))
     out = torch.empty((num_sms + 1, 2), dtype=torch.int32, device=context_lens.device)
     paged_logits.metadata(context_lens, out)

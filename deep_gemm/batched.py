@@ -9,7 +9,7 @@ from torch import Tensor
 from .errors import InvalidInputError, UnsupportedError
 from .ops import batched, checks, cublaslt, table
 
-__all__ = ["bf16_bmm", "einsum", "fp16_bmm"]
+__all__ = ["bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"]
 
 
 def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
@@ -38,6 +38,73 @@ def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) 
 def fp16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
     """`bf16_bmm` for float16: a and b are float16, d float16 or float32."""
     batched.fp16(a, b, d, compiled_dims, batched.PLAIN)
+
+
+def fp8_bmm(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """``d[i] = (a[i] * scales of a[i]) @ (b[i] * scales of b[i])^T`` for each i, as `fp8_gemm_nt` multiplies one.
+
+    Args:
+        a: (B, M, K) E4M3 and its float32 scales (B, M, ceil(K / 128)). K is contiguous and a multiple of 16; all other
+            strides, that of the batch too, are free: multiples of 16, not 0. Scales may have any strides: if M is
+            contiguous, and all other strides are multiples of 4, they are read without a copy. Others cost a launch.
+        b: (B, N, K) E4M3, likewise, and its float32 scales (B, ceil(N / 128), ceil(K / 128)), of any strides.
+        d: (B, M, N) bfloat16, with contiguous rows and any other strides; written in place.
+        recipe, recipe_a, recipe_b: None, or (1, 128, 128), also as (1, 128) and (128, 128).
+        compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+
+    Each product has the bits of the same product in a batch of one, and repeats give the same bits. Any size may be 0.
+    Nothing is read from a neighbour in the batch. Tensors on the CPU are multiplied by the reference implementation.
+
+    Raises:
+        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+    """
+    batched.fp8(a, b, d, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, batched.PLAIN)
+
+
+def fp8_einsum(
+    expr: str,
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    c: Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 128, 128),
+    epilogue: Any = None,
+) -> None:
+    """``torch.einsum(expr, a, b)`` of FP8 operands with scales, written into d.
+
+    Args:
+        expr: "bhr,hdr->bhd", a product for each h. Others need another architecture.
+        a: (b, h, r) E4M3 and its float32 scales (b, h, ceil(r / 128)). r is contiguous; other strides, those of scales
+            too, are free as in `fp8_bmm`.
+        b: (h, d, r) E4M3 and its float32 scales (h, ceil(d / 128), ceil(r / 128)).
+        d: (b, h, d) bfloat16, with contiguous rows and any other strides.
+        c: must be None.
+        recipe: (1, 128, 128).
+        epilogue: must be None.
+
+    b may be 0.
+
+    Raises:
+        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+    """
+    checks.check_epilogue(epilogue)
+    if expr != batched.BHR:
+        raise UnsupportedError(
+            f"expr of FP8 must be {batched.BHR} on Hopper, but it is {checks.shown(expr)}. Pass views of "
+            "operands that are contiguous along K to fp8_bmm, or bfloat16 to einsum."
+        )
+    if c is not None:
+        raise InvalidInputError(f"c must be None for {expr}: nothing is added to its products. Add it after the call.")
+    batched.fp8(a, b, d, recipe, None, None, None, False, expr)
 
 
 def einsum(

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .ops import cublaslt, dense
+from .ops import cublaslt, dense, skip_head_mid
 
 __all__ = [
     "bf16_gemm_nn",
@@ -23,6 +23,7 @@ __all__ = [
     "fp8_fp4_gemm_tt",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
+    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp16_gemm_nn",
@@ -85,6 +86,32 @@ def fp8_gemm_nt(
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
     """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nt")
+
+
+def fp8_gemm_nt_skip_head_mid(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    head_splits: tuple[int, int, int],
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` into heads that have columns more in the middle, which stay as they are.
+
+    Args:
+        a, b: as for `fp8_gemm_nt`, with scales of 1 x 128 and 128 x 128. N is a multiple of left + right.
+        d: (M, N + N / (left + right) * mid) bfloat16, row-major, with any row stride. Of each left + mid + right
+            columns the first ``left`` and the last ``right`` are written, with the product's left + right.
+        head_splits: (left, mid, right), such as (128, 64, 128). Where left and right are multiples of 64, and rows and
+            mid of 16 bytes, TMA stores d; otherwise each element is stored alone, which is slower.
+        recipe: None or (1, 128, 128).
+        compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+
+    Raises:
+        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+    """
+    skip_head_mid.fp8(a, b, d, head_splits, recipe, compiled_dims, disable_ue8m0_cast)
 
 
 def fp8_gemm_nn(

@@ -272,7 +272,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
             waits for the GPU.
         c: None, or what is added: of d's dtype and shape. It may be d itself; otherwise it shares no memory with d. An
             empty group gives c, or zeros.
-        recipe: (1, 1, 128).
+        recipe: (1, 1, 128); or (1, 128, 128), the mixed recipe: b has one scale for 128 x 128 values, of shape
+            (ceil(N / 128), blocks). Its products take less time, and `quantize.blocks_transposed` casts for it.
         compiled_dims: sizes to compile into the kernel, letters of "mn".
         use_psum_layout: not supported.
         ks, ks_tensor: other names of ks_cpu and grouped_layout.
@@ -284,11 +285,9 @@ def k_grouped_fp8_gemm_nt_contiguous(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError, CompileError, DriverError: see `fp8_gemm_nt`.
     """
-    if recipe is not k_grouped.RECIPE:
-        k_grouped.check_recipe(recipe)
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
-    k_grouped.fp8(a, b, d, grouped_layout, c, compiled_dims)
+    k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims)
 
 
 def k_grouped_fp8_gemm_nt_padded(
@@ -298,6 +297,7 @@ def k_grouped_fp8_gemm_nt_padded(
     grouped_layout: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
+    recipe: tuple[int, int, int] = k_grouped.RECIPE,
 ) -> None:
     """``d[g] = (c[g] +) (A_g * scales) @ (B_g * scales)^T`` for each group g, where all A_g are parts of one matrix.
 
@@ -314,7 +314,7 @@ def k_grouped_fp8_gemm_nt_padded(
 
     The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
     """
-    k_grouped.padded(a, b, d, grouped_layout, c, compiled_dims)
+    k_grouped.padded(a, b, d, grouped_layout, c, compiled_dims, recipe)
 
 
 def k_grouped_bf16_gemm_tn_contiguous(

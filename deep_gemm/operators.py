@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from deep_gemm.ops import batched, dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize
+from deep_gemm.ops import (
+    batched,
+    dense,
+    k_grouped,
+    logits,
+    m_grouped,
+    paged_logits,
+    prenorm,
+    quantize,
+    rows,
+    skip_head_mid,
+)
 from deep_gemm.runtime import operators
 
-_WITH_ENTRIES = batched, dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize
+_WITH_ENTRIES = batched, dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize, rows, skip_head_mid
 
 
 def register_operators() -> tuple[str, ...]:

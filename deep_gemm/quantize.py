@@ -93,7 +93,7 @@ def rows_and_columns(
 ) -> tuple[Quantized, Quantized]:
     """The results of `rows` and `columns`, from one pass over x."""
     first, second = (
-        out
+        _two(out)
         if out is not None
         else (
             _empty(x, "row", gated, row_major=row_major),
@@ -139,9 +139,30 @@ def blocks_and_transpose(
     epsilon: float = AMAX_MIN,
 ) -> tuple[Quantized, Quantized]:
     """The results of `blocks` and `blocks_transposed`, from one pass over x."""
-    first, second = out if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
+    first, second = _two(out) if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
+
+
+def spread(x: Tensor) -> Tensor:
+    """How far apart the columns of x are in each block of 128 x 128: (ceil(M / 128), ceil(K / 128)) float32.
+
+    It is the largest magnitude of the block over the least of its columns' largest magnitudes. Columns of zeros do not
+    count, and a block of zeros has 1. One scale for a block costs no accuracy up to 2^12. At 2^13 the relative error of
+    the smallest column is 3.4% instead of 2.65%, at 2^14 it is 5.6%, and at 2^16 it is 24%: then give the operand of a
+    weight gradient 1 x 128 scales (`columns`), or compute that gradient in BF16. Computed by torch, on any device.
+
+    Raises InvalidInputError unless x is a matrix of floating-point values.
+    """
+    checks.check_tensor("x", x, (2,))
+    if not x.dtype.is_floating_point:
+        raise InvalidInputError(f"x must have floating-point values, but it is {x.dtype}. Pass x.float().")
+    rows, columns = x.shape
+    block = (0, -columns % SCALE_BLOCK, 0, -rows % SCALE_BLOCK)
+    padded = torch.nn.functional.pad(x.float().abs(), block)
+    each = padded.unflatten(0, (-1, SCALE_BLOCK)).amax(1).unflatten(1, (-1, SCALE_BLOCK))
+    least = torch.where(each == 0, torch.inf, each).amin(-1)
+    return torch.where(each.amax(-1) == 0, 1.0, each.amax(-1) / least)
 
 
 def per_token_cast_to_fp8(
@@ -177,6 +198,16 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
     return cast_reference.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+
+
+def _two(out: object) -> tuple[Quantized, Quantized]:
+    """The outputs of a cast that has two."""
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        kind = f"has {len(out)} elements" if isinstance(out, (tuple, list)) else f"is {checks.kind_of(out)}"
+        raise InvalidInputError(
+            f"out must be two pairs of values and scales, ((values, scales), (values, scales)), but it {kind}."
+        )
+    return out[0], out[1]
 
 
 def _empty(

@@ -253,6 +253,7 @@ class Settings:
         "Check, in each call, what kernels take on trust: labels, counts, ends and sizes of groups, "
         "pages and schedules in GPU memory. Each such call waits for the GPU.",
     )
+    nvtx = _flag("DG_NVTX", "Make each call an NVTX range, with operation, shape and config, for Nsight Systems.")
     print_configs = _flag("DG_PRINT_CONFIGS", "Print the configuration chosen for each new problem.")
     print_compiler_command = _flag("DG_JIT_PRINT_COMPILER_COMMAND", "Print each compiler command before it runs.")
     ptxas_verbose = _flag("DG_JIT_PTXAS_VERBOSE", "Print what ptxas says of each kernel that is compiled.")

@@ -16,7 +16,7 @@ SCALE_BLOCK = 128
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
-Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
@@ -62,6 +62,8 @@ class GemmSpec:
 
     Other groups are products of equal size, each with matrices A and B of its own. "batched": and with a D of its own.
     "summed": D is the sum of all products; ``k`` is then that of all of them together, each rounded up to a block of K.
+
+    "heads": one product, whose columns belong to ``groups`` heads of D, which have columns more in the middle.
     """
 
     m: int
@@ -187,6 +189,33 @@ class QuantizeSpec:
 
 
 @dataclass(frozen=True)
+class RowsSpec:
+    """A function of each row of a matrix, whose result is ``rows`` x ``columns`` elements of ``output``; FP8 has a
+    scale for each row per 128 columns, a power of two if ``power_of_two``.
+
+    ``function`` is a name of `kernels.rows.FUNCTIONS`; ``form`` says which of its forms, and ``given`` which optional
+    operands there are. ``aligned``: rows of all operands begin at multiples of 16 bytes and have a multiple of eight
+    columns. ``number`` is the epsilon of a norm, or the limit of a product. ``amax_min`` is the least magnitude from
+    which a scale is computed.
+    """
+
+    function: str
+    rows: int
+    columns: int
+    dtype: Dtype
+    output: Dtype
+    form: str = ""
+    given: tuple[str, ...] = ()
+    aligned: bool = True
+    number: float = 0.0
+    amax_min: float = 0.0
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.function} of {self.rows} x {self.columns} elements, {self.dtype} -> {self.output}"
+
+
+@dataclass(frozen=True)
 class LogitsSpec:
     """Indexer logits of ``rows`` queries of ``heads`` x ``dim`` over ``keys`` keys, of which each query attends a
     range. With ``compressed`` a row begins with the first key that its query attends, and has ``columns`` columns;
@@ -273,6 +302,7 @@ class PrenormSpec:
 
 Spec: TypeAlias = (
     QuantizeSpec
+    | RowsSpec
     | GemmSpec
     | KGroupMapsSpec
     | TransposeSpec

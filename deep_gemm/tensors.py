@@ -34,7 +34,8 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
 
         known = " or ".join(map(str, dims)) if by_torch else dims[-1]
         instead = advice.of_rank(name, x, dims[-1])
-        raise InvalidInputError(f"{name} must have {known} dimensions, but it has {x.dim()}: {shape_of(x)}.{instead}")
+        noun = "dimension" if known == 1 else "dimensions"
+        raise InvalidInputError(f"{name} must have {known} {noun}, but it has {x.dim()}: {shape_of(x)}.{instead}")
     if x.numel() and not is_fake([x]) and (wrong := _without_memory(x, by_torch)):
         raise InvalidInputError(f"{name} {wrong}")
 
@@ -91,7 +92,10 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
 
 
 def shown(value: Any) -> str:
-    """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU."""
+    """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU. Of numpy's numbers
+    the type too: they look like Python's, which may be what is wrong."""
+    if type(value).__module__ == "numpy":
+        return f"{value} of type numpy.{type(value).__name__}"
     return kind_of(value) if isinstance(value, Tensor) else repr(value)
 
 

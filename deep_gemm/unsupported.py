@@ -17,8 +17,6 @@ _FP4 = "FP4. Hopper cannot multiply it"
 
 REASONS = {
     "k_grouped_fp8_gemm_tn_contiguous": _TN,
-    "fp8_einsum": "batched FP8 products. Use fp8_gemm_nt for each",
-    "fp8_gemm_nt_skip_head_mid": "products that leave columns out",
     "SymmBuffer": _MEGA_MOE,
     "get_symm_buffer_for_mega_moe": _MEGA_MOE,
     "transform_weights_for_mega_moe": _MEGA_MOE,

@@ -1,8 +1,8 @@
 """Train a small transformer block in FP8, and the same block in bfloat16, and draw both loss curves.
 
-Every linear layer's three products are deep_gemm's: forward and input gradient with scales of 1x128 by 128x128, weight
-gradient with 1x128 on both sides, added to float32 by the kernel. So are the casts. Attention, normalisation and the
-optimiser are torch's.
+Linear layers are those of deep_gemm.nn, whose three products and casts are deep_gemm's: forward and input gradient with
+scales of 1x128 by 128x128, weight gradient with 1x128 on both sides. Attention, normalisation and the optimiser are
+torch's.
 
     python examples/train_linear.py            # on a Hopper GPU: 300 steps
     python examples/train_linear.py            # without one: 10 steps of the reference, which is slow
@@ -17,54 +17,19 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import deep_gemm
-from deep_gemm import quantize
-
-RECIPE = (1, 1, 128)  # scales of 1x128 on both sides
+from deep_gemm.nn import BF16Linear, FP8Linear
 
 
-class Fp8Product(torch.autograd.Function):
-    """x @ w^T for x (tokens, k) bfloat16 and w (n, k) float32; tokens are a multiple of 16."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        rows, columns = quantize.rows_and_columns(x)
-        weights, turned = quantize.blocks_and_transpose(w)
-        y = torch.empty(len(x), len(w), dtype=x.dtype, device=x.device)
-        deep_gemm.fp8_gemm_nt(rows, weights, y)
-        ctx.save_for_backward(*columns, *turned)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, sfx, w, sfw = ctx.saved_tensors
-        rows, columns = quantize.rows_and_columns(dy.contiguous())
-        dx = torch.empty(dy.shape[0], w.shape[0], dtype=dy.dtype, device=dy.device)
-        deep_gemm.fp8_gemm_nt(rows, (w, sfw), dx)
-        dw = torch.zeros(dy.shape[1], x.shape[0], device=dy.device)
-        deep_gemm.fp8_gemm_nt(columns, (x, sfx), dw, c=dw, recipe=RECIPE)
-        return dx, dw
-
-
-class Linear(nn.Module):
+def linear(k: int, n: int, fp8: bool) -> nn.Module:
     """A linear layer without bias, with float32 weights, in FP8 or in bfloat16."""
-
-    def __init__(self, k: int, n: int, fp8: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(n, k) / k**0.5)
-        self.fp8 = fp8
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.fp8:
-            return functional.linear(x, self.weight.to(x.dtype))
-        y: Tensor = Fp8Product.apply(x.reshape(-1, x.shape[-1]), self.weight)
-        return y.view(*x.shape[:-1], -1)
+    layer = FP8Linear(k, n, bias=False) if fp8 else BF16Linear(k, n, bias=False)
+    nn.init.normal_(layer.weight, std=k**-0.5)
+    return layer
 
 
 class Block(nn.Module):
@@ -75,9 +40,9 @@ class Block(nn.Module):
         self.heads = heads
         self.embedding = nn.Embedding(tokens, width)
         self.places = nn.Parameter(torch.randn(1024, width) * 0.02)
-        self.qkv, self.out = Linear(width, 3 * width, fp8), Linear(width, width, fp8)
-        self.gate, self.up = Linear(width, 2 * width, fp8), Linear(width, 2 * width, fp8)
-        self.down = Linear(2 * width, width, fp8)
+        self.qkv, self.out = linear(width, 3 * width, fp8), linear(width, width, fp8)
+        self.gate, self.up = linear(width, 2 * width, fp8), linear(width, 2 * width, fp8)
+        self.down = linear(2 * width, width, fp8)
         self.logits = nn.Linear(width, tokens, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:

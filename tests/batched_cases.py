@@ -11,11 +11,11 @@ from torch import Tensor
 from deep_gemm.jit import Builder
 from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.params import KernelParams
-from deep_gemm.spec import align
+from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 from deep_gemm.testing import Guarded, guarded, guarded_copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 FORMS = ("bmk,bnk->bmn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bmk,bnk->mn")
 
 
@@ -23,6 +23,12 @@ def integers(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) ->
     """Small enough that sums are exact."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-3, 4, shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def factors(*shape: int, seed: int = 0) -> Tensor:
+    """Scales: powers of two, with which sums are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp2(torch.randint(-2, 3, shape, generator=generator).float()).to(DEVICE)
 
 
 def apart(rows: int, columns: int, by_rows: bool, groups: int, piece: int = 8) -> tuple[int, int]:
@@ -35,10 +41,11 @@ def surrounded(values: Tensor, by_rows: bool = False, major: str = "k") -> Guard
     """A copy of matrices (batch, rows, columns), with NaN after each row and each matrix. The rows are contiguous, or
     with the major "m" the columns."""
     groups, rows, columns = values.shape
+    piece = 16 // values.element_size()
     if major == "m":
-        step, column = apart(columns, rows, by_rows, groups)
+        step, column = apart(columns, rows, by_rows, groups, piece)
         return guarded_copy(values, (step, 1, column))
-    step, row = apart(rows, columns, by_rows, groups)
+    step, row = apart(rows, columns, by_rows, groups, piece)
     return guarded_copy(values, (step, row, 1))
 
 
@@ -54,11 +61,31 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("bmk,bnk->bmn", a.double(), b.double())
 
 
+def scaled(groups: int, m: int, n: int, k: int) -> dict[str, Tensor]:
+    """FP8 operands and their scales."""
+    blocks = ceil_div(k, SCALE_BLOCK)
+    return {
+        "a": integers(groups, m, k, dtype=DTYPES["e4m3"]),
+        "sfa": factors(groups, m, blocks),
+        "b": integers(groups, n, k, dtype=DTYPES["e4m3"], seed=1),
+        "sfb": factors(groups, ceil_div(n, SCALE_BLOCK), blocks, seed=1),
+    }
+
+
+def scaled_product(x: dict[str, Tensor]) -> Tensor:
+    """Of FP8 matrices, exact."""
+    a, b = x["a"].double(), x["b"].double()
+    a *= x["sfa"].repeat_interleave(SCALE_BLOCK, 2)[:, :, : a.shape[2]]
+    b *= x["sfb"].repeat_interleave(SCALE_BLOCK, 1).repeat_interleave(SCALE_BLOCK, 2)[:, : b.shape[1], : b.shape[2]]
+    return torch.einsum("bmk,bnk->bmn", a, b)
+
+
 def is_right(params: KernelParams, builder: Builder) -> bool:
     """Whether the kernel's results are exact, and nothing else was written, where edges of tiles are crossed."""
     try:
-        for size in ((3, 200, 328, 200), (5, 40, 72, 64)):
-            (summed if params.grouping == "summed" else batched)(params, builder, *size)
+        for size in ((3, 200, 328, 208), (5, 40, 72, 64)):
+            run = summed if params.grouping == "summed" else fp8 if params.dtype == "e4m3" else batched
+            run(params, builder, *size)
     except AssertionError:
         return False
     return True
@@ -79,6 +106,21 @@ def batched(params: KernelParams, builder: Builder, groups: int, m: int, n: int,
         launch(operation, given, params.config, builder)
         d.check("d")
         assert torch.equal(d.tensor, product(*values).to(d.tensor.dtype))
+
+
+def fp8(params: KernelParams, builder: Builder, groups: int, m: int, n: int, k: int) -> None:
+    """Raises AssertionError."""
+    if params.shape != (0, 0, 0):
+        _, n, k = params.shape
+    values = scaled(groups, m, n, k)
+    dims = "".join(letter for letter, size in zip("mnk", params.shape, strict=True) if size)
+    for by_rows in (False, True):
+        x = {name: surrounded(each, by_rows, "m" if name == "sfa" else "k") for name, each in values.items()}
+        d = output(groups, m, n, torch.bfloat16, by_rows, params.store == "tma")
+        pairs = {name: (x[name].tensor, x["sf" + name].tensor) for name in "ab"}
+        launch(Batched("fp8_bmm"), {**pairs, "d": d.tensor, "compiled_dims": dims}, params.config, builder)
+        d.check("d")
+        assert torch.equal(d.tensor, scaled_product(values).to(torch.bfloat16))
 
 
 def summed(params: KernelParams, builder: Builder, groups: int, m: int, n: int, k: int) -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_HEADS, HALF_BATCHED, HALF_SUMMED
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
     "batch": case(HALF_BATCHED, 128, 128),
     "pair": case(HALF_BATCHED, 128, 256, (2, 1, 1), majors="km"),
     "direct": case(HALF_BATCHED, 64, 64, majors="km", store="direct"),
+    "fp8": case(FP8_BATCHED, 128, 128, (1, 1), 2, 2),
+    "fp8 pair": case(FP8_BATCHED, 128, 256, (2, 1), 1, 1),
+    "fp8 direct": case(FP8_BATCHED, 64, 64, (1, 1), 2, 2, store="direct"),
+    "fp8 swapped": case(FP8_BATCHED_SWAPPED, 64),
+    "fp8 swapped direct": case(FP8_BATCHED_SWAPPED, 16, 1, 1, 2, store="direct"),
+    "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
+    "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
     "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), accumulate="reduces"),
 }
+
+FP8 = tuple(name for name in KERNELS if name.startswith("fp8"))
+FP8_STAGED, FP8_SWAPPED = ("fp8", "fp8 pair"), ("fp8 swapped", "fp8 swapped direct")
 
 MUTATIONS = [
     Mutation(
@@ -21,7 +31,56 @@ MUTATIONS = [
         "gemm_kernel.cuh",
         "return matrix(tile);",
         "return 0;",
-        ("batch", "pair", "direct"),
+        ("batch", "pair", "direct", *FP8),
+    ),
+    Mutation(
+        "load the first product's scales of A for all",
+        "tile_scales.cuh",
+        "row, block, tile.group);",
+        "row, block, 0);",
+        FP8,
+    ),
+    Mutation(
+        "take the first product's scales of B for all",
+        "fp8_scaled.cuh",
+        "tile.group * kernel.arg.scale_b_stride_g;",
+        "0 * kernel.arg.scale_b_stride_g;",
+        (*FP8_STAGED, "fp8 direct"),
+    ),
+    Mutation(
+        "take the first product's scales of B for all, swapped",
+        "fp8_scaled_swapped.cuh",
+        "tile.group * kernel.arg.scale_b_stride_g;",
+        "0 * kernel.arg.scale_b_stride_g;",
+        FP8_SWAPPED,
+    ),
+    Mutation(
+        "write every FP8 product over the first",
+        "fp8_scaled.cuh",
+        "tma_store_3d(arg.map_d, source, x, y, at.group);",
+        "tma_store_3d(arg.map_d, source, x, y, 0);",
+        FP8_STAGED,
+    ),
+    Mutation(
+        "take the right columns of a head for the left ones of the same",
+        "raster.cuh",
+        "head.quotient(column + right) * mid",
+        "head.quotient(column) * mid",
+        ("heads", "heads direct"),
+    ),
+    Mutation(
+        "store boxes of heads as if there were no columns between them",
+        "fp8_scaled.cuh",
+        "arg.heads->place(x), y,",
+        "x, y,",
+        ("heads",),
+    ),
+    Mutation(
+        "write every product over the first, swapped",
+        "fp8_scaled_swapped.cuh",
+        "matrix = tile.group;",
+        "matrix = 0;",
+        FP8_SWAPPED,
     ),
     Mutation(
         "write every product over the first",
@@ -35,14 +94,14 @@ MUTATIONS = [
         "gemm_kernel.cuh",
         "static_cast<i64>(group) * arg.d_stride_g",
         "0 * arg.d_stride_g",
-        ("direct",),
+        ("direct", "fp8 direct", *FP8_SWAPPED),
     ),
     Mutation(
         "go on counting tiles after a product's last one",
         "scheduler.cuh",
         "index - group * raster->part.value",
         "index",
-        ("batch", "pair", "direct"),
+        ("batch", "pair", "direct", *FP8),
     ),
     Mutation(
         "add the first product only",

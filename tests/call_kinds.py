@@ -10,7 +10,7 @@ import torch
 from custom_gpu import PARAMETERS
 
 import deep_gemm
-from deep_gemm import LaunchConfig, quantize
+from deep_gemm import LaunchConfig, fused, quantize
 from deep_gemm.ops import batched
 
 M, N, K, G = 24, 136, 256, 2
@@ -106,6 +106,19 @@ def batch() -> Tensors:
     }
 
 
+def batch_fp8() -> Tensors:
+    found = {"a": torch.zeros(G, M, K).to(E4M3), "sfa": scales(G, M, 2), "b": torch.zeros(G, N, K).to(E4M3)}
+    return found | {"sfb": torch.ones(G, 2, 2), "d": torch.zeros(G, M, N, dtype=BF16)}
+
+
+def bmm_fp8(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.fp8_bmm(pair((a, sfa)), (b, sfb), d, **options)
+
+
+def skips_middle(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, pair: Any = tuple, **options: Any) -> None:
+    deep_gemm.fp8_gemm_nt_skip_head_mid(pair((a, sfa)), (b, sfb), d, **options)
+
+
 def each_h(a: Any, b: Any, d: Any, compiled_dims: Any = None) -> None:
     batched.bf16(a, b, d, compiled_dims, batched.BHR)
 
@@ -135,6 +148,26 @@ def columns(values: Any, scales: Any, pair: Any = tuple, **others: Any) -> None:
     quantize.columns(out=pair((values, scales)), **others)
 
 
+def rows_tensors(fp8: bool, *names: str) -> Tensors:
+    found = {name: torch.zeros(M, K, dtype=BF16) for name in ("x", "y", "residual")}
+    found |= {"weight": torch.ones(K, dtype=BF16), "bias": torch.zeros(K, dtype=BF16)}
+    found |= {"gate_up": torch.zeros(M, 2 * K, dtype=BF16), "factors": torch.ones(M)}
+    written = {"values": torch.zeros(M, K).to(E4M3), "scales": torch.ones(M, 2)}
+    return {name: found[name] for name in names} | (written if fp8 else {"out": torch.zeros(M, K, dtype=BF16)})
+
+
+def rms_norm(**x: Any) -> None:
+    fused.rms_norm(**x)
+
+
+def layer_norm(values: Any, scales: Any, bias: Any = None, pair: Any = tuple, **x: Any) -> None:
+    fused.layer_norm(bias=bias, out=pair((values, scales)), **x)
+
+
+def silu_and_mul(gate_up: Any, values: Any, scales: Any, pair: Any = tuple, **x: Any) -> None:
+    fused.silu_and_mul(gate_up, pair((values, scales)), **x)
+
+
 def scaled(out: Any, x: Any, y: Any, scale: Any) -> LaunchConfig:
     return LaunchConfig(grid=1, block=32, values={"n": 1}, constants={"SCALE": f"{scale!r}"})
 
@@ -155,7 +188,11 @@ KINDS = {
     "k bf16 and c": Kind(lambda: k_tensors("bf16") | {"c": torch.zeros(G, M, N)}, k_bf16),
     "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8),
     "k padded": Kind(lambda: k_tensors("padded"), k_padded),
+    "heads": Kind(
+        lambda: dense_fp8(d=torch.zeros(M, N // 8 * 12, dtype=BF16)), skips_middle, options={"head_splits": (2, 4, 6)}
+    ),
     "batch": Kind(batch, deep_gemm.bf16_bmm),
+    "batch of fp8": Kind(batch_fp8, bmm_fp8),
     "einsum": Kind(lambda: {name: x.transpose(0, 1) if name != "b" else x for name, x in batch().items()}, each_h),
     "sum": Kind(lambda: batch() | {"d": torch.zeros(M, N)}, summed),
     "sum and c": Kind(lambda: batch() | {name: torch.zeros(M, N) for name in "cd"}, summed),
@@ -163,6 +200,20 @@ KINDS = {
     "columns": Kind(lambda: cast_tensors(CAST, columns=True), columns, WRITTEN),
     "gathered": Kind(lambda: cast_tensors(("x", "rows", *WRITTEN)), rows, WRITTEN),
     "factored": Kind(lambda: cast_tensors(("x", "factors", *WRITTEN)), rows, WRITTEN),
+    "rms norm": Kind(lambda: rows_tensors(False, "x", "weight"), rms_norm, ("out",), {"eps": 1e-5}),
+    "rms norm and sum": Kind(
+        lambda: rows_tensors(False, "x", "weight", "residual"), rms_norm, ("out", "residual"), {"eps": 1e-5}
+    ),
+    "layer norm": Kind(lambda: rows_tensors(True, "x", "weight"), layer_norm, WRITTEN, {"use_ue8m0": True}),
+    "layer norm and bias": Kind(lambda: rows_tensors(True, "x", "weight", "bias"), layer_norm, WRITTEN),
+    "layer norm and sum": Kind(
+        lambda: rows_tensors(True, "x", "weight", "residual"), layer_norm, (*WRITTEN, "residual")
+    ),
+    "layer norm, bias and sum": Kind(
+        lambda: rows_tensors(True, "x", "weight", "bias", "residual"), layer_norm, (*WRITTEN, "residual")
+    ),
+    "add and gelu": Kind(lambda: rows_tensors(False, "x", "y"), fused.add_gelu, ("out",), {"approximate": "tanh"}),
+    "silu and mul": Kind(lambda: rows_tensors(True, "gate_up", "factors"), silu_and_mul, WRITTEN, {"limit": 2.0}),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
 }
 OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]

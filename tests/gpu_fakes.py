@@ -20,6 +20,8 @@ from deep_gemm.ops.logits import MqaLogits
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.paged_logits import PagedMqaLogits, PagedMqaLogitsMetadata
 from deep_gemm.ops.quantize import Quantize
+from deep_gemm.ops.rows import RowFunction
+from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.spec import (
     CopySpec,
@@ -29,6 +31,7 @@ from deep_gemm.spec import (
     LogitsSpec,
     PagedLogitsSpec,
     QuantizeSpec,
+    RowsSpec,
     TransposeBytesSpec,
     TransposeSpec,
 )
@@ -44,6 +47,7 @@ KERNELS = {
     TransposeBytesSpec: "transpose bytes",
     CopySpec: "copy",
     QuantizeSpec: "quantize",
+    RowsSpec: "rows",
     KGroupMapsSpec: "maps",
     LogitsSpec: "logits",
     PagedLogitsSpec: "paged logits",
@@ -97,7 +101,7 @@ class FakeGpu:
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
         of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
-        for operation in (Dense, MGrouped, KGrouped, Batched, Summed, Quantize, *of_logits):
+        for operation in (Dense, SkipHeadMid, MGrouped, KGrouped, Batched, Summed, Quantize, RowFunction, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)

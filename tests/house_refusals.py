@@ -27,7 +27,9 @@ def refusals() -> dict[str, dict[str, str]]:
 def wrong_calls(name: str, make: Callable[[], dict[str, Any]]) -> Iterator[tuple[str, str]]:
     function: Any = deep_gemm
     for part in name.split(" ")[0].split("."):
-        function = importlib.import_module("deep_gemm.quantize") if part == "quantize" else getattr(function, part)
+        function = (
+            importlib.import_module(f"deep_gemm.{part}") if part in ("fused", "quantize") else getattr(function, part)
+        )
     function(**make())  # the call that is changed is right
     for argument, value in make().items():
         for change, wrong in changed(argument, value):
@@ -140,8 +142,36 @@ def cast(**options: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"x": numbers(M, K), **options}
 
 
+def of_rows(*tensors: str, **options: Any) -> Callable[[], dict[str, Any]]:
+    """Tensors by name: "gate_up" is an x of twice as many columns, "pair" an out of FP8."""
+
+    def make() -> dict[str, Any]:
+        found: dict[str, Any] = {name: numbers(M, K) for name in ("x", "y", "residual", "out")}
+        found |= {name: numbers(K) for name in ("weight", "bias", "z")}
+        found |= {"gate_up": numbers(M, 2 * K), "factors": torch.ones(M), "pair": fp8(M, K, scales=(M, 2))}
+        names = {"gate_up": "x", "pair": "out"}
+        return {names.get(name, name): found[name] for name in tensors} | options
+
+    return make
+
+
 def batch() -> dict[str, Any]:
     return {"a": numbers(G, M, K), "b": numbers(G, N, K), "d": numbers(G, M, N), "compiled_dims": "nk"}
+
+
+def heads() -> dict[str, Any]:
+    a, b = fp8(M, K, scales=(M, 2)), fp8(N, K, scales=(2, 2))
+    return {"a": a, "b": b, "d": numbers(M, N + 8 * N // 16), "head_splits": (4, 8, 12), "recipe": None}
+
+
+def scaled_batch() -> dict[str, Any]:
+    a, b = fp8(G, M, K, scales=(G, M, 2)), fp8(G, N, K, scales=(G, 2, 2))
+    return {"a": a, "b": b, "d": numbers(G, M, N), "recipe": None, "recipe_a": None, "recipe_b": None}
+
+
+def scaled_einsum() -> dict[str, Any]:
+    a, b = fp8(M, G, K, scales=(M, G, 2)), fp8(G, N, K, scales=(G, 2, 2))
+    return {"expr": "bhr,hdr->bhd", "a": a, "b": b, "d": numbers(M, G, N), "c": None, "recipe": (1, 128, 128)}
 
 
 def einsum(expr: str, *shapes: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
@@ -166,9 +196,17 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
     "bf16_bmm": batch,
+    "fp8_gemm_nt_skip_head_mid": heads,
+    "fp8_bmm": scaled_batch,
+    "fp8_einsum": scaled_einsum,
     "einsum": einsum("bhr,hdr->bhd", (M, G, K), (G, N, K), (M, G, N)),
     "einsum sum": einsum("bmk,bnk->mn", (G, M, K), (G, N, K), (M, N)),
     "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),
     "quantize.rows_and_columns": cast(use_ue8m0=False, epsilon=1e-4, gated=False),
     "quantize.blocks": cast(use_ue8m0=False, epsilon=1e-4),
+    "fused.rms_norm": of_rows("x", "weight", "residual", "out", eps=1e-6, use_ue8m0=False),
+    "fused.layer_norm": of_rows("x", "weight", "bias", "residual", "pair", eps=1e-5, use_ue8m0=True),
+    "fused.add_gelu": of_rows("x", "y", "out", approximate="none"),
+    "fused.mul_add": of_rows("x", "y", "z", "out"),
+    "fused.silu_and_mul": of_rows("gate_up", "factors", "pair", interleaved=False, limit=1.0),
 }

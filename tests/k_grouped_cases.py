@@ -15,8 +15,11 @@ def sizes(ks: list[int]) -> torch.Tensor:
     return torch.tensor(ks, dtype=torch.int32, device=DEVICE)
 
 
+MIXED_RECIPE = (1, 128, 128)
+
+
 def operands(kind: str, m: int, n: int, ks: list[int], seed: int = 0) -> tuple[Any, Any]:
-    """Small integers and, for FP8, scales that are powers of two, so that every sum is exact in float32."""
+    """Small integers and, for FP8 and the mixed recipe, scales of powers of two: every sum is exact in float32."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(*shape: int) -> torch.Tensor:
@@ -26,8 +29,8 @@ def operands(kind: str, m: int, n: int, ks: list[int], seed: int = 0) -> tuple[A
         return tuple(integers(sum(ks), size).bfloat16().to(DEVICE) for size in (m, n))
     blocks = sum(-(-k // 128) for k in ks)
     pairs = []
-    for size in (m, n):
-        scales = torch.exp2(torch.randint(-2, 3, (size, blocks), generator=generator).float())
+    for size, rows in ((m, m), (n, -(-n // 128) if kind == "mixed" else n)):
+        scales = torch.exp2(torch.randint(-2, 3, (rows, blocks), generator=generator).float())
         pairs.append((integers(size * sum(ks)).to(torch.float8_e4m3fn).to(DEVICE), scales.to(DEVICE)))
     return pairs[0], pairs[1]
 
@@ -35,8 +38,10 @@ def operands(kind: str, m: int, n: int, ks: list[int], seed: int = 0) -> tuple[A
 def exact(kind: str, a: Any, b: Any, ks: list[int], m: int, n: int, c: torch.Tensor | None = None) -> torch.Tensor:
     """The result in float64, by the reference."""
     d = torch.zeros(len(ks), m, n, dtype=torch.float64, device=DEVICE)
-    scales = {"sfa": a[1], "sfb": b[1]} if kind == "fp8" else {}
-    a, b = (a[0], b[0]) if kind == "fp8" else (a, b)
+    scales: dict[str, Any] = {} if kind == "bf16" else {"sfa": a[1], "sfb": b[1]}
+    if kind == "mixed":
+        scales["scaling"] = ("1x128", "128x128")
+    a, b = (a, b) if kind == "bf16" else (a[0], b[0])
     k_grouped_reference(a, b, sizes(ks), d, c=None if c is None else c.double(), **scales)
     return d
 
@@ -52,5 +57,5 @@ def in_one_matrix(x: tuple[torch.Tensor, torch.Tensor], rows: int, ks: list[int]
         part = values.view(torch.uint8)[start * rows : (start + k) * rows].view(rows, k)
         out[:, first * 128 : first * 128 + k] = part
         start, first = start + k, first + count
-    nan = torch.full((rows, past), float("nan"), device=values.device)
+    nan = torch.full((len(scales), past), float("nan"), device=values.device)
     return out.view(torch.float8_e4m3fn), torch.cat([scales, nan], dim=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from deep_gemm.aot.layers import Layer, LayerPlan
+from deep_gemm.aot.layers import FP8, Layer, LayerPlan
 from deep_gemm.cli.app import app
 
 # fmt: off
@@ -124,6 +124,11 @@ def of_experts(plan: LayerPlan) -> list[Layer]:
 def served(plan: LayerPlan) -> dict[str, tuple[int, ...]]:
     """Sizes of the layers that have kernels, by name; with groups in front, if there are any."""
     return {layer.name: (*([layer.groups] * (layer.groups > 1)), layer.n, layer.k) for layer in plan.served}
+
+
+def cast(config: dict[str, Any]) -> str:
+    """The operation to plan a config with: FP8 if it does not say one, as for a model that is cast when loaded."""
+    return "" if {"torch_dtype", "quantization_config"} & set(config) else FP8
 
 
 def runs(plan: LayerPlan) -> set[str]:

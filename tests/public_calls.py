@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 import deep_gemm
-from deep_gemm import LaunchConfig, quantize, testing, utils
+from deep_gemm import LaunchConfig, fused, quantize, testing, utils
 
 M, N, K, G = 16, 32, 256, 2
 E4M3, BF16, FP16, F32, I32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int32
@@ -128,6 +129,12 @@ def batch(expression: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> Pub
     return PublicCall(made(shapes), lambda x: deep_gemm.einsum(expression, *x.values()))
 
 
+def scaled_batch(function: Callable[..., Any], *rows: int) -> PublicCall:
+    shapes = {"a": ((*rows, K), E4M3), "sfa": ((*rows, 2), F32), "b": ((G, N, K), E4M3), "sfb": ((G, 1, 2), F32)}
+    tensors = made({**shapes, "d": ((*rows, N), BF16)})
+    return PublicCall(tensors, lambda x: function(paired(x, "a"), paired(x, "b"), x["d"]))
+
+
 def strict(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more))
 
@@ -154,6 +161,27 @@ SCALES, PRODUCT = {"sf": ((M, 4), F32)}, {"d": ((M, N), BF16), "a": ((M, K), E4M
 PRODUCT |= {"b": ((N, K), E4M3), "sfb": ((1, 2), F32)}
 HALF_PRODUCT = {"d": ((M, N), BF16), "a": ((M, K), BF16), "b": ((N, K), BF16)}
 FACTORS = {name: PRODUCT[name] for name in ("a", "sfa", "b", "sfb")}
+
+ROWS: dict[str, dict[str, tuple[int, ...]]] = {
+    "rms_norm": {"x": (M, K), "weight": (K,), "residual": (M, K)},
+    "layer_norm": {"x": (M, K), "weight": (K,), "bias": (K,), "residual": (M, K)},
+    "add_gelu": {"x": (M, K), "y": (M, K)},
+    "mul_add": {"x": (M, K), "y": (M, K), "z": (K,)},
+    "silu_and_mul": {"x": (M, 2 * K), "factors": (M,)},
+}
+"""Functions of rows, and the shapes of their inputs."""
+
+
+def of_rows(name: str, pair: bool, **shapes: tuple[int, ...]) -> PublicCall:
+    read = {each: (shape, F32 if each == "factors" else BF16) for each, shape in shapes.items()}
+    written = {"values": ((M, K), E4M3), "scales": ((M, 2), F32)} if pair else {"out": ((M, K), BF16)}
+
+    def call(x: Tensors) -> object:
+        named = {each: x[each] for each in read}
+        return getattr(fused, name)(**named, out=(x["values"], x["scales"]) if pair else x["out"])
+
+    return PublicCall(made({**read, **written}), call)
+
 
 CALLS: dict[str, PublicCall] = {
     **{
@@ -182,6 +210,14 @@ CALLS: dict[str, PublicCall] = {
         name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
         for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
     },
+    "fp8_gemm_nt_skip_head_mid": PublicCall(
+        made(
+            {"a": ((M, K), E4M3), "sfa": ((M, 2), F32), "b": ((N, K), E4M3), "sfb": ((1, 2), F32), "d": ((M, 48), BF16)}
+        ),
+        lambda x: deep_gemm.fp8_gemm_nt_skip_head_mid(paired(x, "a"), paired(x, "b"), x["d"], (8, 8, 8)),
+    ),
+    "fp8_bmm": scaled_batch(deep_gemm.fp8_bmm, G, M),
+    "fp8_einsum": scaled_batch(functools.partial(deep_gemm.fp8_einsum, "bhr,hdr->bhd"), M, G),
     "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),
     "einsum of a sum": batch("bmk,bnk->mn", a=((G, M, K), BF16), b=((G, N, K), BF16), d=((M, N), F32)),
     "fp8_mqa_logits": logits(deep_gemm.fp8_mqa_logits, paged=False),
@@ -198,8 +234,14 @@ CALLS: dict[str, PublicCall] = {
     "quantize.blocks": cast(quantize.blocks, "tile"),
     "quantize.blocks_transposed": cast(quantize.blocks_transposed, "tile", transposed=True),
     "quantize.blocks_and_transpose": cast(quantize.blocks_and_transpose, "tile", "tile"),
+    "quantize.spread": torch_does(quantize.spread, x=((M, K), F32)),
     "quantize.rows fresh": cast(quantize.rows, read=("rows",)),
     "quantize.rows_and_columns fresh": cast(quantize.rows_and_columns),
+    **{
+        f"fused.{name}{' to FP8' if pair else ''}": of_rows(name, pair, **shapes)
+        for name, shapes in ROWS.items()
+        for pair in (False, True)
+    },
     **{
         name: torch_does(getattr(deep_gemm, name), False, x=((M, K), F32))
         for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8")

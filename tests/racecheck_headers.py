@@ -83,6 +83,11 @@ RACES = {
         "prenorm.cuh",
         (("    } else {\n      __syncthreads();\n    }\n", "    }\n"),),
     ),
+    "norm": Race(  # add up sums that other warps may not have written
+        "rms_norm_residual_bf16_e4m3_1x2048",
+        "rows.cuh",
+        (("      __syncthreads();\n", ""),),
+    ),
     "exchange": Race(  # send sums to a slot whose last sums may not have been read
         "swapped_16x64_s20_p2_k1x2_tma",
         "split_k_exchange.cuh",

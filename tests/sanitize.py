@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import grouped_mutations
 import half_mutations
 import logit_runs
+import rows_runs
 import scaled_mutations
 from chosen import case, entry
 from cover import cover, everything, features
@@ -69,8 +70,9 @@ def chosen(every: int) -> list[KernelParams]:
 
 
 def everyone(every: int) -> list[KernelParams]:
-    """All but grouped GEMMs and casts: dense ones, and those of indexer logits and of the prenorm product."""
-    return [*chosen(every), *OTHERS, *logit_runs.RUNS]
+    """All but grouped GEMMs and casts: dense ones, those of indexer logits and of the prenorm product, and functions of
+    rows."""
+    return [*chosen(every), *OTHERS, *logit_runs.RUNS, *rows_runs.RUNS]
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -143,6 +145,11 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
     for params, function in functions.items():
         if params in logit_runs.RUNS:
             if not logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right():
+                wrong += 1
+                print(f"wrong: {params}")
+            continue
+        if params in rows_runs.RUNS:
+            if not rows_runs.RUNS[params].is_right(function, launches=2):
                 wrong += 1
                 print(f"wrong: {params}")
             continue

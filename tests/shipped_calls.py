@@ -18,6 +18,7 @@ from deep_gemm import kernels, ops, select
 from deep_gemm.aot import cards, shipped
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.logits import DIMS, HEADS
+from deep_gemm.kernels.rows import FUNCTIONS
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.spec import (
@@ -28,6 +29,7 @@ from deep_gemm.spec import (
     PagedLogitsSpec,
     PrenormSpec,
     QuantizeSpec,
+    RowsSpec,
     Spec,
     TransposeBytesSpec,
     TransposeSpec,
@@ -37,7 +39,15 @@ from deep_gemm.spec import (
 LAYERS = (512, 576, 768, 1024, 1536, 2048, 2112, 2304, 3072, 4096, 5120, 7168, 8192, 14336, 16384, 18432, 24576, 32768)
 """N and K of layers."""
 ROWS = (("row", "none"),)
-OUTPUTS = (*ROWS, ("none", "column"), ("row", "column"), ("tile", "none"), ("none", "tile"), ("tile", "tile"))
+OUTPUTS = (
+    *ROWS,
+    ("none", "column"),
+    ("row", "column"),
+    ("row", "tile"),
+    ("tile", "none"),
+    ("none", "tile"),
+    ("tile", "tile"),
+)
 
 
 def size(rng: random.Random, low: int, high: int, step: int = 1) -> int:
@@ -82,10 +92,14 @@ def other(rng: random.Random, card: cards.Card) -> KernelParams:
     cast = {"gated": rng.random() < 0.3 and "tile" not in (plain, transposed)}
     cast |= {"source_rows": m} if rows and rng.random() < 0.3 else {}
     cast |= {"factors": True} if rows and rng.random() < 0.3 else {}
+    name, output = rng.choice(list(FUNCTIONS)), rng.choice(("bf16", "e4m3"))
+    function = FUNCTIONS[name]
+    given = tuple(each for each in function.optional if rng.random() < 0.5)
     specs: list[Callable[[], Spec]] = [
         lambda: QuantizeSpec(m, k, dtype, plain, transposed, **cast),  # type: ignore[arg-type]
         lambda: LogitsSpec(m, n, heads, dim, n, num_sms=card.sms),
         lambda: PagedLogitsSpec(m, rng.choice((1, 2, 3, 4, 6, 8)), heads, dim, 64, 4096, 64, card.sms, 4096),
+        lambda: RowsSpec(name, m, n, "bf16", output, rng.choice(function.forms), given),  # type: ignore[arg-type]
         lambda: LogitsScheduleSpec(m, card.sms),
         lambda: PrenormSpec(m, rng.choice((8, 16, 24, 32)), k, rng.choice((1, 4, 16)), card.sms),
         lambda: rng.choice((CopySpec(m, k), TransposeBytesSpec(m, k), TransposeSpec(m, k), KGroupMapsSpec(4, m, n))),

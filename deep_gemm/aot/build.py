@@ -16,7 +16,7 @@ from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, Layer, LayerPlan
+from deep_gemm.aot.layers import BATCHED, FP8, FP8_OPS, GROUPED, Layer, LayerPlan
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -43,7 +43,7 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, 
 
 def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
     """Why a call with these weights is refused for every M; "" if it is not."""
-    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8]):
+    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
@@ -140,7 +140,7 @@ def precompile(
             and its experts are served whatever the routing: also if all tokens of `ep` GPUs go to one GPU's experts.
         op: the operation of shapes, and of the layers of models that are not quantised: "fp8_gemm_nt" (a model is cast
             when it is loaded), "bf16_gemm_nt" or "fp16_gemm_nt". If it is "", shapes run in FP8 and a model's dtype
-            decides.
+            decides, which must be bfloat16 or float16.
         arch: the target, such as "sm_90a". No GPU need be present.
         num_sms: how many SMs the calls may use, which guides the choice; all of each GPU model if None. Models that
             have just so many are prepared for too: 78 adds the H20.
@@ -155,7 +155,7 @@ def precompile(
         allow_partial: build the layers that have kernels even if others are not understood or have none. Otherwise that
             is an UnsupportedError and nothing is built, since a call would then compile while serving.
         training: also what training of the layers in FP8 needs: the gradients of input and weight, and the casts of
-            `deep_gemm.quantize`.
+            `deep_gemm.quantize`. A warning says which layers are left out; if all are, that is a part not understood.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
@@ -187,13 +187,18 @@ def run(
     return report.summary(start)
 
 
-def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
-    """The layers of a workload as `workload.plan` finds them, with the reasons why every call with some is refused."""
+def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "", training: bool = False) -> LayerPlan:
+    """The layers of a workload as `workload.plan` finds them, with the reasons why every call with some is refused. It
+    is a problem if `training` is asked for and no layer has gradients that can be compiled ahead."""
     found = workload.plan(what, tp, ep, op)
     whys = (layer.why_not or refusal(layer.n, layer.k, layer.op, layer.groups) for layer in found.layers)
-    return replace(
+    found = replace(
         found, layers=tuple(replace(layer, why_not=why) for layer, why in zip(found.layers, whys, strict=True))
     )
+    if training and found.served and not any(layer.op == FP8 for layer in found.served):
+        why = f"training adds no kernel: {' '.join(workload.untrained(found.layers))}"
+        return replace(found, unknown=(*found.unknown, why))
+    return found
 
 
 def work_of(
@@ -208,10 +213,16 @@ def work_of(
     training: bool = False,
 ) -> Work:
     """The kernels of a workload; arguments and errors are those of `precompile`."""
-    found = plan(what, tp, ep, op)
+    for name, flag in (("allow_partial", allow_partial), ("training", training)):
+        if not isinstance(flag, bool):
+            raise InvalidInputError(f"{name} must be True or False, but it is {flag!r}.")
+    num_sms = None if num_sms is None else whole(num_sms, "num_sms")
+    found = plan(what, tp, ep, op, training)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
+    if training and (left_out := workload.untrained(found.layers)):
+        log.warning(f"training: {' '.join(left_out)}")
     shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
     return choose(shapes, arch, num_sms, layers=found.layers)
 

@@ -15,6 +15,7 @@ from deep_gemm.aot.layers import (
     ALSO_ALONE,
     COLUMN,
     FP8,
+    GROUPED,
     HYPER,
     JOINED,
     KNOWN,
@@ -49,7 +50,7 @@ def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
 
     An index whose files are missing gives names without sizes: these then come from config.json, and a weight that it
     does not explain is a problem. Layers of a checkpoint without FP8 run `op`, or the operation of their dtype if it is
-    "". Raises InvalidInputError for files that are damaged or missing.
+    "", which must have 16 bits. Raises InvalidInputError for files that are damaged or missing.
     """
     model.degrees(tp, ep)
     check_op(op)
@@ -130,6 +131,8 @@ def _from_tensors(
     if len(unknown) > 8:
         problems.append(f"{len(unknown) - 8} more tensors are not known either.")
     layers = layers_of(_named(modules), tp, bool(kept))
+    if known is not None and any(layer.name.rpartition(".")[2] == "kv_b_proj" for layer in layers.layers):
+        layers = LayerPlan.join([layers, known.absorbed(tp)])
     if routed:
         count, wrong = _count_experts(numbers, {x.shape[0] for each in stacked.values() for x in each.values()}, known)
         chosen = known.num_experts_per_tok if known is not None else None
@@ -137,6 +140,8 @@ def _from_tensors(
         problems += wrong
     elif known is not None:
         experts.shares(known.experts, tp, ep)
+    if not kept and not op and any(layer.op in (FP8, *GROUPED[FP8]) for layer in layers.served):
+        problems.append(model.undecided("The checkpoint's weights are neither FP8 nor of 16 bits"))
     plan = LayerPlan(layers.layers, (*problems, *layers.unknown))
     if not plan.served and not plan.problems:
         return replace(plan, unknown=("The checkpoint has no weight that can be served.",))
@@ -246,11 +251,11 @@ def _read_config(config: Mapping[str, Any] | None) -> model.ModelConfig | None:
 
 def _with_heads(name: str, weight: Weight, config: model.ModelConfig | None) -> Weight:
     """The weight with its heads, by which tensor parallelism splits it, if the config gives their number."""
-    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj", "wo_b", "h_proj"}:
+    if config is None or weight.why_not or name not in COLUMN | {"o_proj", "out_proj", "wo_a", "wo_b", "h_proj"}:
         return weight
     if name == "h_proj":
         return replace(weight, copies=config.hc_mult or 1)
-    if name == "wo_b":
+    if name in ("wo_a", "wo_b"):
         return replace(weight, heads=config.o_groups)
     heads, linear = config.num_attention_heads, config.linear_num_value_heads
     if name in ("k_proj", "v_proj"):

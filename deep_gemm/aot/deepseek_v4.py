@@ -37,7 +37,7 @@ def modules(text: Mapping[str, Any], x: ModelConfig) -> tuple[list[Module], list
         "wq_a": Weight((q_rank,), hidden),
         "wkv": Weight((size,), hidden),
         "wq_b": Weight((heads * size,), q_rank, heads=heads),
-        "wo_a": Weight((groups * o_rank,), heads * size // groups),
+        "wo_a": Weight((groups * o_rank,), heads * size // groups, heads=groups),
         "wo_b": Weight((hidden,), groups * o_rank, heads=groups),
     }
     mixing = Weight((hyper * (2 + hyper),), hyper * hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from deep_gemm.aot.layers import GROUPED, GROUPED_OPS, Layer, LayerPlan, Weight, is_masked, layers_of
+from deep_gemm.aot.layers import BATCHED_OPS, GROUPED, GROUPED_OPS, Layer, LayerPlan, Weight, is_masked, layers_of
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 ALIGNMENT = 128
@@ -58,11 +58,11 @@ def plan(
 def in_groups(layer: Layer, groups: int) -> list[Layer]:
     """A layer with a weight for each of `groups`: once for each form, or only for the form that its operation names.
     Raises UnsupportedError if its operation has no form with groups."""
-    if layer.op in GROUPED_OPS:
+    if layer.op in (*GROUPED_OPS, *BATCHED_OPS):
         return [replace(layer, groups=groups)]
     if layer.op not in GROUPED:
         raise UnsupportedError(
             f"{layer.op} has no form with groups, but a shape has {groups} groups. Give one group, or another op: "
-            f"{', '.join((*GROUPED, *GROUPED_OPS))}."
+            f"{', '.join((*GROUPED, *GROUPED_OPS, *BATCHED_OPS))}."
         )
     return [replace(layer, op=op, groups=groups) for op in GROUPED[layer.op]]

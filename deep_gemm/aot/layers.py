@@ -30,6 +30,13 @@ GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8,
 GROUPED_OPS = tuple(op for ops in GROUPED.values() for op in ops)
 
 
+BATCHED = {FP8: "fp8_bmm", OPS["bfloat16"]: "bf16_bmm", OPS["float16"]: "fp16_bmm"}
+"""The operations that multiply rows of each group of heads by a weight of its own, by the operation of one weight."""
+ABSORBED = "bf16_bhd_hdr_bhr"
+"""The same of weights whose N is contiguous: `einsum` of "bhd,hdr->bhr"."""
+BATCHED_OPS = (*BATCHED.values(), ABSORBED)
+
+
 def is_masked(op: str) -> bool:
     """Whether M of `op` is the room of each group, of which the first rows are used. Otherwise M is all rows."""
     return op in GROUPED_OPS and op.endswith("masked")
@@ -37,7 +44,7 @@ def is_masked(op: str) -> bool:
 
 def check_op(op: str, grouped: bool = False) -> None:
     """Raises InvalidInputError unless `op` is an operation of layers, or "". `grouped`: it may have groups."""
-    known = dict.fromkeys((*FP8_OPS, *OPS.values(), *(GROUPED_OPS if grouped else ())))
+    known = dict.fromkeys((*FP8_OPS, *OPS.values(), *((*GROUPED_OPS, *BATCHED_OPS) if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
 
@@ -110,6 +117,8 @@ class Weight:
     op: str = FP8
     elsewhere: bool = False
     copies: int = 1
+    groups: int = 1
+    """Weights of `rows` each, one for each group of heads."""
     broken: str = ""
     """Why its part on one GPU has no kernel."""
 
@@ -176,7 +185,9 @@ def layers_of(
         parts = {name: _on_one_gpu(name, weight, tp, inside, degree) for name, weight in weights.items()}
         for name, x in _joined(parts, blocks_fixed):
             why_not = x.why_not or x.broken
-            layer = Layer(inside + name, x.n, x.k, why_not, op=x.op, copies=x.copies, elsewhere=x.elsewhere)
+            layer = Layer(
+                inside + name, x.n, x.k, why_not, op=x.op, groups=x.groups, copies=x.copies, elsewhere=x.elsewhere
+            )
             layers[layer] = None
     return LayerPlan(tuple(layers))
 
@@ -208,9 +219,7 @@ def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) ->
         why_not = "tf32_hc_prenorm_gemm multiplies by it, with kernels of its own."
         return replace(weight, why_not=why_not, elsewhere=True)
     if name in EINSUM and not weight.why_not:
-        fp8 = weight.op in FP8_OPS
-        by = "fp8_einsum, which does not exist here yet" if fp8 else "other libraries"
-        return replace(weight, why_not=f"it is a product for each group of heads, by {by}.", elsewhere=not fp8)
+        return _of_each_group(weight, tp, f"{inside}{name}", degree)
     if tp == 1 or name in WHOLE or "indexer." in inside or weight.why_not:
         return weight
     if name in ROW:
@@ -223,6 +232,31 @@ def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) ->
         rows = tuple(divided(row, parts, f"N of {inside}{name}", count, degree) for row in weight.rows)
         return replace(weight, rows=rows, broken=_broken("N", rows, tp, weight.op))
     return replace(weight, broken=f"how {tp} GPUs share {name} is not known.")
+
+
+def _of_each_group(weight: Weight, tp: int, name: str, degree: str) -> Weight:
+    """A weight with one matrix below the other, one for each group of heads."""
+    if not weight.heads:
+        return replace(weight, why_not="it is a product for each group of heads, and a config.json would say how many.")
+    if weight.op not in BATCHED:
+        return replace(weight, why_not=f"it is a product for each group of heads, and {weight.op} has no such form.")
+    rows = divided(weight.n, weight.heads, f"N of {name}", degree="o_groups")
+    groups = divided(weight.heads, tp, f"the number of groups of {name}", degree=degree)
+    return replace(
+        weight, rows=(rows,), groups=groups, op=BATCHED[weight.op], broken=_broken("N", (rows,), tp, weight.op)
+    )
+
+
+def absorbed(heads: int, nope: int, rank: int, value: int, tp: int) -> tuple[Layer, ...]:
+    """The products of latent attention's decoding on one of `tp` GPUs, with both parts of kv_b_proj in bfloat16:
+    queries by that of keys (W_UK), and the attention's result by that of values (W_UV), for each of the `heads`."""
+    groups = heads // tp
+    if not (rank and nope and value and groups) or nope % 8 or value % 8:
+        return ()
+    return (
+        Layer("w_uk", rank, nope, op=ABSORBED, groups=groups),
+        Layer("w_uv", value, rank, op=BATCHED[OPS["bfloat16"]], groups=groups),
+    )
 
 
 def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, check_op, layers_of
+from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
 from deep_gemm.aot.quantization import Format, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -95,6 +95,11 @@ class ModelConfig(SimpleNamespace):
         """How many experts tokens are routed to; 0 for a dense model."""
         return int(self.n_routed_experts or self.num_experts or self.num_local_experts)
 
+    def absorbed(self, tp: int) -> LayerPlan:
+        """What latent attention multiplies by kv_b_proj while it decodes."""
+        sizes = self.qk_nope_head_dim, self.kv_lora_rank, self.v_head_dim
+        return LayerPlan(absorbed(self.num_attention_heads, *sizes, tp))
+
 
 def is_config(data: Mapping[str, Any]) -> bool:
     """Whether this is a model's configuration rather than a list of shapes."""
@@ -104,8 +109,8 @@ def is_config(data: Mapping[str, Any]) -> bool:
 def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     """The layers of a model on one of its GPUs. `tp` GPUs share each: column-parallel layers divide N, row-parallel
     layers divide K, the rest stays whole. `ep` GPUs share the routed experts. Without a quantization_config layers run
-    `op`; if it is "", their dtype (torch_dtype) decides: bfloat16 and float16 stay, others are cast to FP8 when they
-    are loaded. Raises InvalidInputError for a wrong field, and for a `tp` or `ep` that does not divide sizes evenly."""
+    `op`; if it is "", their dtype (torch_dtype) decides, which must be bfloat16 or float16. Raises InvalidInputError
+    for a wrong field, and for a `tp` or `ep` that does not divide sizes evenly."""
     degrees(tp, ep)
     check_op(op)
     text, outside = text_part(config)
@@ -132,9 +137,15 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> L
         kinds, strange = _attention_kinds(text, known)
         problems += [f"Layers of the type {shown(x)} are not known: no kernel is prepared for them." for x in strange]
         modules = _modules(text, known, kinds, str(kind))
-    op = op or _op_of(text, config)
+    if not op:
+        dtype = _dtype_of(text, config)
+        if not form.given and dtype not in OPS:
+            problems.append(
+                undecided(f"The model's config has no quantization_config, and its dtype is {shown(dtype)}")
+            )
+        op = OPS.get(dtype or "", FP8)
     named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
-    found = layers_of(named, tp, form.fixed)
+    found = LayerPlan.join([layers_of(named, tp, form.fixed), known.absorbed(tp)])
     routed = LayerPlan(())
     if known.experts:
         v4 = kind == deepseek_v4.KIND
@@ -291,11 +302,19 @@ def _expert(x: ModelConfig) -> Module:
     return "experts", "mlp.experts.0", weights, list(range(first, count))
 
 
-def _op_of(*configs: Mapping[str, Any]) -> str:
-    """The operation of layers by the config's dtype, a field that transformers has renamed."""
+def _dtype_of(*configs: Mapping[str, Any]) -> str | None:
+    """The config's dtype, a field that transformers has renamed; None without one."""
     words = (config.get(field) for config in configs for field in ("torch_dtype", "dtype"))
-    word = next((word for word in words if isinstance(word, str)), "")
-    return OPS.get(word.removeprefix("torch."), FP8)
+    word = next((word for word in words if isinstance(word, str)), None)
+    return None if word is None else word.removeprefix("torch.")
+
+
+def undecided(why: str) -> str:
+    """A problem of a model that says for no operation. ``why`` begins the sentence."""
+    return (
+        f"{why}, so which operation its layers run is not known. Give it as op, or --op: {FP8} if they are cast to FP8 "
+        f"when they are loaded, else {OPS['bfloat16']} or {OPS['float16']}. The sizes here are those of {FP8}."
+    )
 
 
 def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.errors import DeepGemmError
+from deep_gemm.errors import DeepGemmError, InvalidInputError
 from deep_gemm.jit.binary import Binary
 from deep_gemm.log import counted, say
 from deep_gemm.params import KernelParams
@@ -76,6 +76,8 @@ class Report:
 
     def __init__(self, work: Work, progress: Progress | bool | None = None) -> None:
         self._work = work
+        if not (callable(progress) or progress in (True, False, None)):
+            raise InvalidInputError(f"progress must be a function of (outcome, done, total) or True, not {progress!r}.")
         self._progress = printed() if progress is True else progress or None
         self._outcomes: list[Outcome] = []
         for outcome in work.impossible:

@@ -11,7 +11,19 @@ from typing import Any
 from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED, GROUPED_OPS, WGRAD, Layer, LayerPlan, check_op, is_masked
+from deep_gemm.aot.layers import (
+    BATCHED,
+    BATCHED_OPS,
+    FP8,
+    FP8_OPS,
+    GROUPED,
+    GROUPED_OPS,
+    WGRAD,
+    Layer,
+    LayerPlan,
+    check_op,
+    is_masked,
+)
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
@@ -31,7 +43,8 @@ class GemmShape:
     """D (m x n) = A (m x k) @ B (n x k)^T by `op`; `source` says which layer it is.
 
     If `op` has groups, there is a B for each of `groups`, and m counts the rows of all. In the masked form m counts the
-    room of one group, of which `expected_m` rows are expected to be used; 0 means all of them."""
+    room of one group, of which `expected_m` rows are expected to be used; 0 means all of them. In a batch m counts the
+    rows of each product."""
 
     m: int
     n: int
@@ -49,6 +62,8 @@ class GemmShape:
     @property
     def rows(self) -> int:
         """Rows of A that are multiplied; of masked groups those that are expected."""
+        if self.op in BATCHED_OPS:
+            return self.groups * self.m
         return self.groups * min(self.m, self.expected_m or self.m) if is_masked(self.op) else self.m
 
     @property
@@ -58,7 +73,7 @@ class GemmShape:
     def bytes_moved(self) -> int:
         """Each operand, its scales and a 16-bit output once: the least that must be moved."""
         m, k, n, weights = self.rows, self.k, self.n, self.groups * self.n * self.k
-        if self.op not in (*FP8_OPS, *GROUPED[FP8]):
+        if self.op not in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
             return 2 * (m * k + weights + m * n)
         blocks = -(-k // 128)
         if self.op == WGRAD:  # float32, read and written
@@ -66,13 +81,14 @@ class GemmShape:
         return m * k + weights + 2 * m * n + 4 * blocks * (m + self.groups * -(-n // 128))
 
     def __str__(self) -> str:
-        groups = f" in {counted(self.groups, 'group')}" if self.op in GROUPED_OPS else ""
+        groups = f" in {counted(self.groups, 'group')}" if self.op in (*GROUPED_OPS, *BATCHED_OPS) else ""
         return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}")
 
 
 def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -> list[GemmShape]:
     """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
-    gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens."""
+    gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens. `untrained` says
+    what is left out."""
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
@@ -83,6 +99,26 @@ def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -
                 if m % K_MULTIPLE == 0:
                     found.append(GemmShape(x.n, x.k, m, f"weight gradient of {x.name}", WGRAD))
     return found
+
+
+def untrained(layers: Iterable[Layer]) -> tuple[str, ...]:
+    """Sentences about the gradients of these layers that `shapes` leaves out, for every M."""
+    found = []
+    others: dict[str, list[str]] = {}
+    for x in layers:
+        if x.why_not:
+            continue
+        if x.op != FP8:
+            others.setdefault(x.op, []).append(x.name or f"{x.n} x {x.k}")
+        elif x.n % K_MULTIPLE:
+            found.append(
+                f"the input gradient of {x.name or 'the layer'} ({x.n} x {x.k}) has no kernel: its K is {x.n}, no "
+                f"multiple of {K_MULTIPLE}."
+            )
+    for op, names in others.items():
+        told = ", ".join(names[:4]) + (f" and {len(names) - 4} others" if len(names) > 4 else "")
+        found.append(f"gradients of {op} are not compiled ahead ({told}): call each shape once.")
+    return tuple(found)
 
 
 def for_every_m(layers: Iterable[Layer], tokens: int) -> list[Layer]:
@@ -120,6 +156,7 @@ def plan(what: Any, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     InvalidInputError for anything else, and UnsupportedError for groups of an operation that has none.
     """
     check_op(op, grouped=True)
+    model.degrees(tp, ep)
     if isinstance(what, Mapping) and {"n", "k"} <= set(what):
         return LayerPlan(_entry(what, shown(what), (), op))
     if isinstance(what, Mapping):

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.batched import BHD
+from ..ops.cublaslt import widened
+from .batched import EINSUMS, FP8_EINSUM, Einsum
 from .operations import HALF_GEMMS
 from .registry import Call, kernel
 
@@ -71,5 +74,22 @@ def half(form: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) ->
     return lambda: torch.mm(a, b, out=d, **wide)
 
 
+def each_head(op: Einsum, a: Tensor, b: Tensor, d: Tensor) -> Call:
+    """A batch of products, which are returned one after the other."""
+    rows, weights = a.transpose(0, 1), b if op.form == BHD else b.transpose(1, 2)
+    return lambda: torch.bmm(rows, weights).flatten(0, 1)
+
+
+@kernel("cublaslt:bf16", FP8_EINSUM.name, prepares=True, easier=True)
+def each_head_widened(a: Pair, b: Pair, d: Tensor) -> Call:
+    """The same in bfloat16, with scales multiplied in before. Its operands have twice the bytes."""
+    (values, sfa), (weights, sfb) = (x.transpose(0, 1) for x in a), b
+    left = torch.stack([widened(x, sf, "1x128") for x, sf in zip(values, sfa, strict=True)])
+    right = torch.stack([widened(x, sf, "128x128") for x, sf in zip(weights, sfb, strict=True)])
+    return lambda: torch.bmm(left, right.transpose(1, 2)).flatten(0, 1)
+
+
+for _einsum in EINSUMS:
+    kernel("cublaslt", _einsum.name, prepares=True)(functools.partial(each_head, _einsum))
 for _op in HALF_GEMMS:
     kernel("cublaslt", _op, prepares=True)(functools.partial(half, _op[-2:]))

@@ -14,6 +14,7 @@ from typing import Any
 from .. import ops
 from ..errors import DeepGemmError, UnsupportedError
 from .attention import MqaLogits, PagedMqaLogits, Prenorm
+from .batched import EINSUMS, FP8_EINSUM
 from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
@@ -71,6 +72,11 @@ for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
 for _k_grouped in K_GROUPED:
     kernel("deepgemm", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
+
+
+for _einsum in EINSUMS:
+    kernel("deepgemm", _einsum.name, prepares=True)(functools.partial(prepare, "einsum", _einsum.form))
+kernel("deepgemm", FP8_EINSUM.name, prepares=True)(functools.partial(prepare, FP8_EINSUM.name, FP8_EINSUM.form))
 
 
 @kernel("deepgemm", ops.WGRAD, prepares=True)

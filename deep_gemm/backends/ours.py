@@ -11,6 +11,7 @@ import deep_gemm
 from deep_gemm import ops
 
 from .attention import MqaLogits, PagedMqaLogits, Prenorm
+from .batched import EINSUMS, FP8_EINSUM
 from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
@@ -37,6 +38,11 @@ for _op, _recipe in RECIPES.items():
     kernel("cuda", _op, prepares=True)(functools.partial(scaled, _recipe))
 for _k_grouped in K_GROUPED:
     kernel("cuda", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))
+
+
+for _einsum in EINSUMS:
+    kernel("cuda", _einsum.name, prepares=True)(functools.partial(prepare, "einsum", _einsum.form))
+kernel("cuda", FP8_EINSUM.name, prepares=True)(functools.partial(prepare, FP8_EINSUM.name, FP8_EINSUM.form))
 
 
 @kernel("cuda", MqaLogits.name, prepares=True)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..ops.batched import BHD
 from ..ops.logits import MqaLogits
 from ..ops.paged_logits import PagedMqaLogits
 from ..ops.prenorm import HcPrenormGemm
 from ..ops.reference import (
+    batched_reference,
     fp8_gemm_reference,
     group_rows,
     half_gemm_reference,
@@ -21,6 +23,7 @@ from ..ops.reference import (
 )
 from ..runtime.operation import Operation
 from .attention import Prenorm
+from .batched import EINSUMS, FP8_EINSUM, Einsum
 from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
 from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel
@@ -62,6 +65,17 @@ for _m_grouped in M_GROUPED:
         kernel("torch:grouped_mm", _m_grouped.name, prepares=True)(grouped_mm)
 for _k_grouped in K_GROUPED:
     kernel("torch", _k_grouped.name)(k_grouped)
+
+
+def each_head(op: Einsum, a: Any, b: Any, d: Tensor) -> None:
+    (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
+    a, d = a.transpose(0, 1), d.transpose(0, 1)
+    sfa = None if sfa is None else sfa.transpose(0, 1)
+    batched_reference(a, b.transpose(1, 2) if op.form == BHD else b, d, sfa, sfb)
+
+
+for _einsum in (*EINSUMS, FP8_EINSUM):
+    kernel("torch", _einsum.name)(functools.partial(each_head, _einsum))
 
 
 def on_any_device(operation: Operation, *arguments: Any) -> None:

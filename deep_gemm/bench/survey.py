@@ -244,11 +244,20 @@ def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
     return name_of(config, kind, archs.get("sm_90a"))
 
 
+LEFT_OUT = {
+    "left out, not single calls": "Only single calls are learned from: survey with --mode flush.",
+    "left out, measured on a GPU without a name": "A row's device must be the name of the GPU that it was measured on.",
+    "left out, measured by other sources": "--stale learns from rows that other sources measured too.",
+    "left out, without the model's choice": "Survey again: these rows do not time what the model chooses now.",
+}
+"""Why `remember` leaves rows out, and what to do."""
+
+
 def remember(path: Path, stale: bool = False) -> Counter[str]:
     """Keep the times of a survey's single calls for the tuner, under the GPU models that they were measured on.
 
     Rows that other sources measured are left out, unless ``stale``, and so are rows without a time for the model's
-    choice, which might be the best. Returns how many rows were "kept", and "left out" by reason.
+    choice, which might be the best. Returns how many rows were "kept", and how many for each reason in `LEFT_OUT`.
     """
     counts: Counter[str] = Counter()
     arch, digest = archs.get("sm_90a"), source_digest()

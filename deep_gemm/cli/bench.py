@@ -74,7 +74,13 @@ def command(
     """Time kernels side by side with cuBLASLt, in one process. Rows appear as they are measured, with the backends'
     times over ours.
 
-    --op takes fp8_gemm_nt, and bf16_gemm_ and fp16_gemm_ in the forms nt, nn, tn and tt.
+    \b
+    --op:
+      fp8_gemm_nt                    scales of 1 x 128 and 128 x 128
+      fp8_gemm_nt_1d1d               1 x 128 on both sides, added to float32
+      fp8_gemm_nt_rowwise            one scale for each row
+      bf16_gemm_nt, _nn, _tn, _tt    and fp16_gemm_ likewise
+    `deep-gemm compare` times grouped products and logits too.
 
     \b
     Modes:
@@ -144,7 +150,8 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
 
     if not torch.cuda.is_available():
         raise click.ClickException(
-            f"{', '.join(modes)}: to time kernels on a GPU, torch must see one, and it sees none here."
+            f"bench times kernels on a GPU (--mode {', '.join(modes)}), and torch sees none here. --from FILE sums up "
+            "rows that were recorded."
         )
     from deep_gemm import arch
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from deep_gemm import arch, backends, kernels
-from deep_gemm.cli.console import busy, console, fact, size, table
+from deep_gemm.cli.console import busy, console, fact, size
 from deep_gemm.cli.findings import NVRTC, judge
 from deep_gemm.cli.options import json_option
 from deep_gemm.errors import SettingError, UnsupportedError
@@ -203,11 +203,11 @@ def _print(report: dict[str, Any]) -> None:
         value = os.pathsep.join(map(str, entry["value"])) if isinstance(entry["value"], tuple) else entry["value"]
         origin = "" if entry["source"] == entry["variable"] else f" (from {entry['source']})"
         fact(out, "setting", f"{entry['variable']} = {value}{origin}")
-    rows = [
-        ["->" if c["chosen"] else "", c["kind"], c["version"], "yes" if c["usable"] else "no", c["path"], c["why"]]
-        for c in report["compilers"]
-    ]
-    out.print(table("\ncompilers", ["", "kind", "version", "usable", "path", "why"], rows))
+    out.print("\ncompilers")
+    for one in report["compilers"]:
+        state = " is used" if one["chosen"] else "" if one["usable"] else " cannot be used"
+        label = f"{'->' if one['chosen'] else '  '} {one['kind']} {one['version']}"
+        fact(out, label, f"{one['path']}{state}: {one['why']}", width=18)
     for note in report["notes"]:
         fact(out, "note", note)
     for problem in report["problems"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from deep_gemm.cli.options import arch_option, json_option, sms_option
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.cache.packs import named_by
+
+if TYPE_CHECKING:
+    from deep_gemm.spec import GemmSpec
 
 
 @click.command("inspect")
@@ -46,8 +49,9 @@ def command(
     if len(found.ms) != 1:
         raise click.UsageError(f"inspect takes one shape, M x N x K, not {shape}")
     layers.check_op(op, grouped=True)
-    if groups > 1 and op not in layers.GROUPED_OPS:
-        raise click.UsageError(f"--groups is for {', '.join(layers.GROUPED_OPS)}: name one of them with --op, not {op}")
+    known = (*layers.GROUPED_OPS, *layers.BATCHED_OPS)
+    if groups > 1 and op not in known:
+        raise click.UsageError(f"--groups is for {', '.join(known)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
     asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0)
@@ -78,6 +82,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         estimate = dataclasses.asdict(choice.estimate) | {"sustained_us": choice.sustained_us}
         configs.append({"config": config, "estimate": estimate})
     report: dict[str, Any] = {
+        "asked": _asked(asked),
         "spec": dataclasses.asdict(asked),
         "configs_ranked": len(ranked),
         "calibration": ranked[0].calibration.origin,
@@ -104,19 +109,19 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 
 def _print(report: dict[str, Any]) -> None:
     out = console()
-    fact(out, "asked", ", ".join(f"{k} {_word(v)}" for k, v in report["spec"].items() if v != ""))
-    terms = [name for name in report["configs"][0]["estimate"] if name not in ("total_us", "bound")]
-    rows = []
-    for entry in report["configs"]:
-        estimate = entry["estimate"]
-        cells = [_cell(estimate[name]) for name in terms]
-        rows.append([entry["config"]["name"], f"{estimate['total_us']:.2f}", estimate["bound"], *cells])
+    fact(out, "asked", report["asked"])
     fact(out, "ranked", f"by {report['calibration']}")
-    title = f"best of {report['configs_ranked']} configs, by the model (us; sustained: at the power limit)"
-    headers = [name.removesuffix("_us") for name in terms]
-    # One space between columns: a row of large times must fit into 120 columns.
-    out.print(table(title, ["tile, stages, consumers, cluster", "total", "bound", *headers], rows, gap=1))
+    rows = [[number, *_described(entry["config"])] for number, entry in enumerate(report["configs"], 1)]
+    columns = ["", "tile", "stages", "consumers", "cluster", "CTAs/SM", "kernel"]
+    # One space between columns: large times must fit into 80 columns.
+    out.print(table(f"best of {report['configs_ranked']} configs", columns, rows, gap=1))
+    times = [entry["estimate"] for entry in report["configs"]]
+    parts = sorted((x for x in times[0] if x.endswith("_us")), key=lambda x: x not in ("total_us", "sustained_us"))
+    rows = [[number, *(_cell(x[part]) for part in parts), x["bound"], x["waves"]] for number, x in enumerate(times, 1)]
+    title = "\ntheir times in us, by the model (sustained: at the power limit)"
+    out.print(table(title, ["", *(name.removesuffix("_us") for name in parts), "bound by", "waves"], rows, gap=1))
     resources = report["resources"]
+    out.print()
     fact(out, "kernel", f"{report['kernel']} (key {report['key'][:16]}), from: {report['from']}")
     seconds = report["seconds"].get("compile")  # not of shipped kernels: two builds of a wheel are the same
     took = f"{duration(seconds * 1e6)}, " if seconds is not None else ""
@@ -145,9 +150,30 @@ def _pack_of(binary: Binary) -> dict[str, Any] | None:
     return found.to_json() if found is not None else None
 
 
-def _word(value: Any) -> str:
-    return " ".join(str(v) for v in value.values()) if isinstance(value, dict) else str(value)
+def _asked(spec: GemmSpec) -> str:
+    """The spec, and what of it is no default."""
+    words = [str(spec), f"{spec.num_sms} SMs" if spec.whole_gpu else f"{spec.num_sms} SMs, a part of the GPU"]
+    if not spec.d.aligned:
+        words.append("rows of D not aligned")
+    if spec.batch_invariant:
+        words.append("batch invariant")
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        said = isinstance(value, bool) or field.name in ("groups", "grouping")
+        if field.default is not dataclasses.MISSING and value != field.default and not said:
+            words.append(f"{field.name.replace('_', ' ')} {value}")
+    return ", ".join(words)
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
+def _described(config: dict[str, Any]) -> list[Any]:
+    """Cells: the tile, the pipeline, the cluster, CTAs per SM, and the kernel; --json has the rest."""
+    words = [config["family"].removeprefix("sm90_")]
+    words += [] if config["persistent"] else ["not persistent"]
+    words += ["consumers share K"] if config["consumers_k"] > 1 else []
+    tile, cluster = ("x".join(str(config[f"{name}_{x}"]) for x in "mnk") for name in ("block", "cluster"))
+    return [tile, config["num_stages"], config["num_consumers"], cluster, config["ctas_per_sm"], ", ".join(words)]
+
+
+def _cell(us: float) -> str:
+    """In five characters."""
+    return f"{us:.2f}" if us < 99.995 else f"{us:.1f}" if us < 999.95 else f"{us:.0f}"

@@ -55,7 +55,7 @@ FAILED, PARTIAL = 1, 3
     help="The largest M to serve; of a model, the tokens of each GPU.",
 )
 @op_option
-@click.option("--training", is_flag=True, help="Also the gradients and casts that training in FP8 needs.")
+@click.option("--training", is_flag=True, help="Also the gradients and casts that training dense layers in FP8 needs.")
 @arch_option
 @sms_option
 @click.option(
@@ -126,7 +126,7 @@ def command(
     asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8, groups=groups) for text in texts]
     asked += [path] if path is not None else []
     with busy("choosing kernels for every M"):  # a second a layer
-        found = build.plan(asked, tp, ep, op)
+        found = build.plan(asked, tp, ep, op, training)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
         work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on, found.layers)
     report: dict[str, Any] = {
@@ -138,6 +138,7 @@ def command(
         ],
         "problems": list(found.problems),
         "unknown": list(found.unknown),
+        "untrained": list(workload.untrained(found.layers)) if training else [],
         "kernels": len(work.kernels),
         "others": sorted(kernels.get(x.kernel).entry(x) for x, asking in work.kernels.items() if not asking),
     }
@@ -216,7 +217,7 @@ def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
 def _served(one: dict[str, Any]) -> str:
     if one["why_not"]:
         return f"{'elsewhere' if one['elsewhere'] else 'no'}: {one['why_not']}"
-    return "yes" if one["op"] == layers.FP8 else f"yes, by {one['op']}"
+    return f"yes, by {one['op']}"
 
 
 def _size(one: dict[str, Any]) -> str:
@@ -236,7 +237,11 @@ def _print_plan(report: dict[str, Any]) -> None:
     if rows:
         out.print(table("", ["layer", "N x K", "M", "kernels", "served"], rows))
     if report["others"]:
-        fact(out, "also", f"{', '.join(report['others'])}, which belong to no layer")
+        belong = "belongs" if len(report["others"]) == 1 else "belong"
+        fact(out, "also", f"{', '.join(report['others'])}, which {belong} to no layer")
+    for text in report["untrained"]:
+        if not any(text in problem for problem in report["unknown"]):
+            fact(out, "training", text)
     for problem in report["unknown"]:  # the table has the others
         fact(out, "problem", problem)
 

@@ -70,24 +70,34 @@ def command(
     left_out = [f"{x.name or f'{x.n} x {x.k}'}: {x.why_not or 'experts'}" for x in found.layers if not _is_tuned(x)]
     chosen = list(dict.fromkeys(workload.shapes(filter(_is_tuned, found.layers), ms)))
     learned = {str(each): _learn(each, stale) for each in surveys}
-    rows = _tune(chosen, seconds, as_json, left_out) if chosen else []
+    failed: list[str] = []
+    rows = _tune(chosen, seconds, as_json, left_out, failed) if chosen else []
     if as_json:
-        report = {"learned": learned, "shapes": rows, "left_out": left_out, "problems": list(found.problems)}
+        report = {
+            "learned": learned,
+            "shapes": rows,
+            "left_out": [*left_out, *failed],
+            "problems": list(found.problems),
+        }
         click.echo(json.dumps(report, indent=2))
     else:
         for name, counts in learned.items():
-            click.echo(f"{name}: {', '.join(f'{count} rows {what}' for what, count in counts.items()) or 'no rows'}")
-        for text in (*left_out, *found.unknown):
+            click.echo(f"{name}: {_told(counts)}")
+        for text in (*left_out, *failed, *found.unknown):
             click.echo(f"left out: {text}")
         if chosen:
             told = f"{counted(len(rows), 'shape')} of {len(chosen)} measured"
             click.echo(f"{told}; the others were known, or are left out.")
-    if not chosen and not any(sum(counts.values()) for counts in learned.values()):
-        raise click.ClickException("there was nothing to measure and nothing to learn.")
+    if taught_nothing := [name for name, counts in learned.items() if not counts.get("kept")]:
+        raise click.ClickException(" ".join(_nothing_learned(name, learned[name]) for name in taught_nothing))
+    if not chosen and not learned:
+        raise click.ClickException("there was nothing to measure: all layers were left out.")
+    if failed:
+        raise click.ClickException(f"{counted(len(failed), 'shape')} of {len(chosen)} could not be measured.")
 
 
 def _is_tuned(layer: layers.Layer) -> bool:
-    return not layer.why_not and layer.op not in layers.GROUPED_OPS
+    return not layer.why_not and layer.op not in (*layers.GROUPED_OPS, *layers.BATCHED_OPS)
 
 
 def _learn(path: Path, stale: bool) -> dict[str, int]:
@@ -96,8 +106,23 @@ def _learn(path: Path, stale: bool) -> dict[str, int]:
     return dict(survey.remember(path, stale))
 
 
-def _tune(chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[str]) -> list[dict[str, Any]]:
-    """One row for each shape that was measured; a line is printed for each, unless ``quiet``. Adds to ``left_out``."""
+def _nothing_learned(name: str, counts: dict[str, int]) -> str:
+    from deep_gemm.bench.survey import LEFT_OUT
+
+    if not counts:
+        return f"{name} has no rows, so there was nothing to learn."
+    return f"Nothing was learned from {name}: {_told(counts)}. {' '.join(LEFT_OUT[reason] for reason in counts)}"
+
+
+def _told(counts: dict[str, int]) -> str:
+    return ", ".join(f"{counted(count, 'row')} {what}" for what, count in counts.items()) or "no rows"
+
+
+def _tune(
+    chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[str], failed: list[str]
+) -> list[dict[str, Any]]:
+    """One row for each shape that was measured; a line is printed for each, unless ``quiet``. Adds to ``left_out`` what
+    there was no time for, and to ``failed`` what could not be measured."""
     import torch
 
     from deep_gemm.bench import backends
@@ -116,7 +141,7 @@ def _tune(chosen: list[GemmShape], seconds: float, quiet: bool, left_out: list[s
             try:
                 backends.ours(backends.make_operands(shape, 1)[0])()
             except (DeepGemmError, torch.cuda.OutOfMemoryError) as error:
-                left_out.append(f"{shape}: {error}")
+                failed.append(f"{shape}: {error}")
             for each in measured[before:]:
                 rows.append(row := _row(shape, each, time.monotonic() - start))
                 if not quiet:

@@ -212,7 +212,7 @@ class CustomOperation(Operation):
                 f"{self.name} has no reference to run on {x.device}: pass CUDA tensors, or give it one with "
                 f"@{self.name}.reference."
             )
-        with torch.no_grad():  # as by the kernel, which knows no gradients
+        with torch.inference_mode():  # as the kernel, which knows no gradients and writes inference tensors too
             self.in_torch(*x.arguments)
 
 

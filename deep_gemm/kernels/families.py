@@ -148,6 +148,57 @@ FP8_SCALED_SWAPPED = GemmFamily(
     ),
 )
 
+FP8_BATCHED = GemmFamily(
+    name="sm90_fp8_batched",
+    rules=Fp8Scaled(groups="batch"),
+    serving=serving.FP8_BATCHED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("batched",),
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+        ((128, 128, (1, 1), 2, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_BATCHED_SWAPPED = GemmFamily(
+    name="sm90_fp8_batched_swapped",
+    rules=Fp8ScaledSwapped(batched=True),
+    serving=serving.FP8_BATCHED_SWAPPED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("batched",),
+    accumulates=("none",),
+    label="any swapped ",
+    tile_prefix="swapped_",
+    varied=(
+        ((64,), {"store": "direct"}),
+        ((16, 1, 1, 2), {"store": "direct"}),
+        ((16, 1, 1, 2), {"shape": SHAPE}),
+    ),
+)
+
+FP8_HEADS = GemmFamily(
+    name="sm90_fp8_heads",
+    rules=Fp8Scaled(groups="heads"),
+    serving=serving.FP8_BATCHED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=("heads",),
+    accumulates=("none",),
+    label="any ",
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+    ),
+)
+
 FP8_GROUPED = GemmFamily(
     name="sm90_fp8_grouped",
     rules=Fp8Scaled(groups="m"),
@@ -170,12 +221,14 @@ FP8_K_GROUPED = GemmFamily(
     rules=Fp8Scaled(groups="k"),
     serving=serving.FP8_K_GROUPED,
     dtypes=("e4m3",),
-    scalings=("1d1d",),
+    scalings=("1d1d", "1d2d"),
     outputs=("f32", "bf16", "f16"),
     groupings=("k",),
     label="any ",
-    serving_options=lambda config: {"accumulate": "reduces"},
+    serving_options=lambda config: {"accumulate": "reduces", "scaling": "1d2d" if config.block_n == 256 else "1d1d"},
     varied=(
+        ((128, 128, (1, 1), 2, 1), {"scaling": "1d2d", "output": "bf16"}),
+        ((128, 64, (1, 1), 2, 2), {"scaling": "1d2d", "accumulate": "reduces"}),
         ((128, 128, (1, 1), 2, 1), {"output": "bf16", "accumulate": "reads", "segments": 256}),
         ((128, 128, (1, 1), 2, 1), {"accumulate": "reads", "store": "direct"}),
     ),
@@ -325,6 +378,7 @@ HALF_SUMMED = GemmFamily(
 )
 
 GEMMS: tuple[GemmFamily, ...] = (
-    *(FP8_GEMM, FP8_GROUPED, FP8_K_GROUPED, FP8_ROWS, FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
+    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
+    *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

@@ -43,7 +43,8 @@ scales of B, read scales of rows, write D themselves, or read C. Measured with p
 
 
 class Fp8Scaled(Template):
-    """See ``templates/include/fp8_scaled.cuh``. ``groups``: "m" and "k" for groups along M and K."""
+    """See ``templates/include/fp8_scaled.cuh``. ``groups``: "m" and "k" for groups along M and K, "batch" for several
+    products of equal size, "heads" for columns of D that are left out."""
 
     file = "sm90_fp8_scaled.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = (
@@ -100,8 +101,8 @@ class Fp8Scaled(Template):
         """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two, with one set of partial sums
         or two; with one staging buffer where that leaves room for another stage."""
         for block_m, block_n, cluster in itertools.product(CONSUMERS, range(32, 257, 16), CLUSTERS):
-            if self.groups == "m" and block_n & (block_n - 1):
-                continue  # tiles of groups hold whole blocks of B's scales
+            if self.groups in ("m", "batch", "heads") and block_n & (block_n - 1):
+                continue  # these tiles hold whole blocks of B's scales
             for partials in (1, 2):
                 one, two = ((block_m, block_n, cluster, buffers, partials) for buffers in (1, 2))
                 yield two
@@ -110,7 +111,7 @@ class Fp8Scaled(Template):
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
-        if self.groups:
+        if self.groups in ("m", "k"):
             if c.cluster_size > 1:
                 return "it runs without clusters"  # whose CTAs would have to stay in one group
             if self.groups == "m" and c.num_consumers > 1 and c.num_partials > 1:

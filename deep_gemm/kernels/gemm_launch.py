@@ -21,7 +21,7 @@ from .tiles import first_column, last_rows, left, segments
 def dense(
     rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
 ) -> tuple[int, dict[str, Value]]:
-    """Of one product, of a batch, or of a sum of several."""
+    """Of one product, with columns left out too, of a batch, or of a sum of several."""
     c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
@@ -39,7 +39,7 @@ def dense(
         "last_rows": rows,
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
-        "raster": order.arguments if spec.grouping == "none" else _batch(order, spec, c, products),
+        "raster": order.arguments if spec.grouping in ("none", "heads") else _batch(order, spec, c, products),
         "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
         "d_stride": strides["d"][-2],
         "d_stride_g": strides["d"][0],
@@ -50,8 +50,13 @@ def dense(
         **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
         **_scales(rules, params, spec, strides),
     }
+    columns_of_d = n
+    if spec.grouping == "heads":
+        left_columns, mid, right_columns = strides["heads"]
+        values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
+        columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
-        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((n, m), (strides["d"][0],))
+        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
             values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
@@ -68,21 +73,23 @@ def _batch(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> 
 
 
 def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
-    """The values of `SCALE_PARAMETERS` without groups."""
-    c, blocks = params.gemm, ceil_div(spec.k, SCALE_BLOCK)
+    """The values of `SCALE_PARAMETERS` without groups, or of a batch."""
+    c, blocks, products = params.gemm, ceil_div(spec.k, SCALE_BLOCK), spec.groups if spec.grouping == "batched" else 0
     if params.scaling == "none":
         return {}
     if params.scaling == "rowwise":
         return {"scale_a_stride": strides["sfa"][0], "scale_b_stride": strides["sfb"][0]}
 
     def box(rows: int) -> TensorMapSpec:
-        return _scales_map("sfa", spec.m, blocks, rows, strides).spec
+        return _scales_map("sfa", spec.m, blocks, rows, strides, products).spec
 
     if params.scaling == "1d1d":
         map_b = _scales_map("sfb", spec.n, blocks, c.block_n, strides)
         return {"map_scale_a": Map(box(c.block_m), "sfa"), "map_scale_b": map_b}
-    stride_n, stride_k = strides["sfb"]
+    *of_product, stride_n, stride_k = strides["sfb"]
     values: dict[str, Value] = {"scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
+    if products:
+        values["scale_b_stride_g"] = of_product[0]
     if not rules.scales_have_edges:
         return values | {"map_scale_a": Map(box(c.block_m), "sfa")}
     map_a, map_a_last = operand_maps(box, "sfa", spec.m, c.block_m, last_rows(c, spec.m))
@@ -122,7 +129,10 @@ def along_k(
     if spec.a.dtype == "e4m3":
         of_a, of_b = strides["blocks"]
         values["map_scale_a"] = _scales_map("sfa", spec.m, of_a, c.block_m, strides)
-        values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)
+        if params.scaling == "1d1d":
+            values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)
+        else:
+            values["scale_b_stride_n"], values["scale_b_stride_k"] = strides["sfb"]
     else:
         for name, operand in (("a", spec.a), ("b", spec.b)):
             values[f"map_{name}"] = values[f"map_{name}_last"] = Map(_boxes(spec, operand, name, strides)(64), name)
@@ -161,9 +171,13 @@ def _boxes(
     return lambda _: TensorMapSpec(dtype, (each, depth, *count), steps, (64, 128 // size, *one), 128, promotion)
 
 
-def _scales_map(name: str, rows: int, blocks: int, box: int, strides: Strides) -> Map:
-    """The tensor map of scales (rows, blocks) with contiguous rows. A box has ``box`` rows in one block of K."""
-    return Map(TensorMapSpec("f32", (rows, blocks), (strides[name][1] * 4,), (box, 1)), name)
+def _scales_map(name: str, rows: int, blocks: int, box: int, strides: Strides, products: int = 0) -> Map:
+    """The tensor map of scales (rows, blocks) with contiguous rows, or of (products, rows, blocks). A box has ``box``
+    rows in one block of K."""
+    *of_product, _, step = strides[name]
+    count, one = ((products,), (1,)) if products else ((), ())
+    steps = (step * 4, *(each * 4 for each in of_product))
+    return Map(TensorMapSpec("f32", (rows, blocks, *count), steps, (box, 1, *one)), name)
 
 
 def _segment_maps(spec: Callable[[int], TensorMapSpec], n: int, config: GemmConfig) -> tuple[list[Map], Map, int]:

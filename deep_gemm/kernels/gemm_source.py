@@ -47,6 +47,7 @@ _CONSTANTS = {
     "k": "kAlongK",
     "batched": "kBatched",
     "summed": "kSummed",
+    "heads": "kHeads",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
 
@@ -54,11 +55,18 @@ _HEADS = {
     "none": "",
     "k": "k_grouped",
     "batched": "batched",
+    "heads": "skip_head_mid",
     "summed": "bmn_bnk_mn_gemm_impl",  # profilers of DeepGEMM's callers look for this name
 }
 """The beginnings of kernels' names, by the form of groups; that of all others is ``m_grouped``."""
 
-_RASTERS = {"none": "Raster", "k": "DepthRaster", "batched": "BatchRaster", "summed": "BatchRaster"}
+_RASTERS = {
+    "none": "Raster",
+    "heads": "Raster",
+    "k": "DepthRaster",
+    "batched": "BatchRaster",
+    "summed": "BatchRaster",
+}
 """Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
 _MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
@@ -174,8 +182,9 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-        found += parameters("i64 scale_b_stride_g") if p.scaling == "1d2d" else ()
-    return found
+    if p.grouping not in ("none", "summed", "heads") and p.scaling == "1d2d":
+        found += parameters("i64 scale_b_stride_g")
+    return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
 
 
 def _maps(names: str) -> tuple[Argument, ...]:

@@ -13,7 +13,7 @@ from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS, table_bytes
-from .template import BARRIER_BYTES, BYTES, MAX_STAGES, Template, stages_that_fit
+from .template import BARRIER_BYTES, BYTES, MAX_STAGES, ONE_ORDER, Template, stages_that_fit
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
 """Consumer warpgroups by the rows of a tile's sums. Only swap-AB tiles have three: others gained 0.1% with them over 86
@@ -118,7 +118,7 @@ class HalfGemm(Template):
         c = config
         step = 8 if self.swap_ab else 16
         if self.groups == "batch" and c.cluster_k > 1:
-            return "it sums K in one order, without splits"
+            return ONE_ORDER
         if self.groups in ("m", "k") and (c.cluster_size > 1 or c.ctas_per_sm > 1):
             return "it runs one CTA on an SM, without clusters"  # CTAs of a cluster would have to stay in one group
         if self.groups == "k" and c.block_n % 64:

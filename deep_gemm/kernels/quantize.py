@@ -20,7 +20,7 @@ MAX_GRID_Y = 65535
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "f32")
 BLOCKS: tuple[Blocks, ...] = ("row", "column", "tile")
 OUTPUTS: tuple[tuple[Blocks, Blocks], ...] = (
-    *(("row", "none"), ("none", "column"), ("row", "column"), ("column", "none")),
+    *(("row", "none"), ("none", "column"), ("row", "column"), ("row", "tile"), ("column", "none")),
     *(("tile", "none"), ("none", "tile"), ("tile", "tile")),
 )
 """Scales as they are and of the transpose, of each public function."""
@@ -178,6 +178,7 @@ class Quantize(Kernel):
             *(QuantizeSpec(8192, 8192, "bf16", plain, "none") for plain in BLOCKS),
             *(QuantizeSpec(8192, 8192, "bf16", "none", transposed) for transposed in BLOCKS[1:]),
             *(QuantizeSpec(8192, 8192, "bf16", "row", "column", gated) for gated in (False, True)),
+            QuantizeSpec(8192, 8192, "bf16", "row", "tile"),
             *(QuantizeSpec(8192, 8192, dtype, "tile", "tile") for dtype in DTYPES if dtype != "f16"),
             *(QuantizeSpec(8192, 8192, dtype, "row", "none") for dtype in DTYPES[1:]),
             *(QuantizeSpec(8192, 8192, "bf16", "row", "none", True, source_rows=rows) for rows in (None, 1)),

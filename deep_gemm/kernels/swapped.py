@@ -12,7 +12,7 @@ from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, align, ceil_div
 from .fp8_scaled import PROMOTION
 from .gemm_features import Counts
-from .template import BARRIER_BYTES, Template, stages_that_fit
+from .template import BARRIER_BYTES, ONE_ORDER, Template, stages_that_fit
 
 TOKENS = (8, 16, 24, 32, 48, 64)
 """Tile sizes along M. Any multiple of 8 is possible."""
@@ -156,9 +156,19 @@ class Fp8Swapped(Swapped):
 
 
 class Fp8ScaledSwapped(Swapped):
-    """Any scaling but 1D1D. See ``templates/include/fp8_scaled_swapped.cuh``."""
+    """Any scaling but 1D1D. See ``templates/include/fp8_scaled_swapped.cuh``. ``batched``: several products of equal
+    size."""
 
     file = "sm90_fp8_scaled_swapped.cu.jinja"
+    constant_names: ClassVar[tuple[str, ...]] = (*Swapped.constant_names, "grouping")
+
+    def __init__(self, batched: bool = False) -> None:
+        self.batched = batched
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        if self.batched and config.k_splits > 1:
+            return ONE_ORDER
+        return super().illegal(config, arch)
 
 
 class HalfSwapped(Swapped):

@@ -19,6 +19,9 @@ BARRIER_BYTES = 16
 
 MAX_STAGES = 16
 
+ONE_ORDER = "it sums K in one order, without splits"
+"""Why a batch refuses a config."""
+
 BYTES = {"e4m3": 1, "bf16": 2, "f16": 2, "f32": 4}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,13 +14,13 @@ from deep_gemm.ops.reference import batched_reference, half_gemm_reference
 from deep_gemm.runtime.calls import Parameter, byte_range, entry
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..spec import Major
-from . import checks, layouts
+from ..spec import SCALE_BLOCK, Major, ceil_div
+from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import batched_by_cublaslt, summed_by_cublaslt
 from .gemm import C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
-from .table import BMM_BF16, BMM_FP16, DTYPES, SUM_BF16, TORCH
+from .table import BMM_BF16, BMM_FP8, BMM_FP16, DTYPES, PRODUCTS, SUM_BF16, TORCH
 
 PLAIN, BHR, BHD, SUM = "bmk,bnk->bmn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bmk,bnk->mn"
 """What is multiplied, as einsum writes it."""
@@ -28,11 +28,14 @@ PLAIN, BHR, BHD, SUM = "bmk,bnk->bmn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bmk,bnk-
 BLOCK_K = 64
 """K of products that are summed is a multiple of the kernels' steps."""
 
+_TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BMM_BF16, BMM_FP16)}
+
 _FORM = Parameter("form", "str", PLAIN, "added")
 
 
 class Batched(Gemm):
-    """See `deep_gemm.bf16_bmm` and `deep_gemm.einsum`. Operands are views with the batch in front."""
+    """See `deep_gemm.bf16_bmm`, `deep_gemm.fp8_bmm` and `deep_gemm.einsum`. Operands are views with the batch in
+    front."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -42,11 +45,16 @@ class Batched(Gemm):
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
-        dims, form = checks.check_compiled_dims(given["compiled_dims"]), given["form"]
-        named = self.named(given)
-        device = checks.check_tensors(self.name, named, {}, (3,))
-        _check_shapes(named, form)
-        _check_dtypes(self, named)
+        asked, dims = self.check_options(given)
+        named, form = self.named(given), given["form"]
+        called = self.called(form)
+        if self.is_scaled:
+            scales.check_blocks(asked, given, "batches of products")
+        device = checks.check_tensors(called, named, {}, (3,))
+        _check_shapes({name: named[name] for name in "abd"}, form)
+        _check_dtypes(self, named, called)
+        if self.is_scaled:
+            _check_scales(named, form)
         if checks.is_fake(named.values()):
             return None
         views = {name: _view(name, x, form) for name, x in named.items()}
@@ -59,10 +67,18 @@ class Batched(Gemm):
             return None
         for name in ("a", "b"):
             strides(name, views[name])
-        return GemmOperands(self.name, views, device, m, n, k, dims, self.product.scaling, groups=groups)
+        tensors = dict(zip(self.operands, views.values(), strict=True))
+        return GemmOperands(self.name, tensors, device, m, n, k, dims, self.product.scaling, groups=groups)
+
+    def called(self, form: str = PLAIN) -> str:
+        """The public function, for messages."""
+        return self.name if form == PLAIN else f"{'fp8_' if self.is_scaled else ''}einsum {form}"
 
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
-        """Operands are read as they are."""
+        """Operands are read as they are, but for scales of a that TMA cannot read."""
+        if self.is_scaled:
+            found.product_scales("sfa", x.tensors["sfa"])
+            found.strides["sfb"] = x.tensors["sfb"].stride()
         return place_operands(found, x)
 
     def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
@@ -98,9 +114,9 @@ class Summed(Gemm):
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
         dims, named = checks.check_compiled_dims(given["compiled_dims"]), self.named(given)
-        device = checks.check_tensors(self.name, named, {"c": (2,), "d": (2,)}, (3,))
+        device = checks.check_tensors(f"einsum {SUM}", named, {"c": (2,), "d": (2,)}, (3,))
         _check_shapes({name: x for name, x in named.items() if name != "c"}, SUM)
-        _check_dtypes(self, named)
+        _check_dtypes(self, named, f"einsum {SUM}")
         (groups, m, k), n = named["a"].shape, named["b"].shape[1]
         c = named.get("c")
         if c is not None and (c.dtype, c.shape) != (named["d"].dtype, named["d"].shape):
@@ -148,7 +164,7 @@ def _view(name: str, x: Tensor, form: str) -> Tensor:
     """An operand of ``form`` as (batch, rows, K), or d as (batch, M, N)."""
     if form == PLAIN:
         return x
-    if name == "b":
+    if name.endswith("b"):
         return x.transpose(1, 2) if form == BHD else x
     return x.transpose(0, 1)
 
@@ -163,17 +179,67 @@ def _check_shapes(named: Mapping[str, Tensor], form: str) -> None:
                 given = ", ".join(f"{each} {shape_of(y)}" for each, y in named.items())
                 raise InvalidInputError(
                     f"{name} must have the shape ({', '.join(letters)}) of {form}, but {letter} is {size} in it and "
-                    f"{sizes[letter]} before: {given}."
+                    f"{sizes[letter]} before: {given}.{_instead(named, form)}"
                 )
         checks.check_sizes(name, x)
 
 
-def _check_dtypes(operation: Gemm, named: Mapping[str, Tensor]) -> None:
+def _sizes(shapes: Sequence[Sequence[int]], form: str) -> dict[str, int] | None:
+    """The size of each letter, in a, b and d of these shapes; None where they disagree."""
+    found: dict[str, int] = {}
+    for letters, shape in zip(form.replace("->", ",").split(","), shapes, strict=True):
+        if len(letters) != len(shape):
+            return None
+        if any(found.setdefault(x, size) != size for x, size in zip(letters, shape, strict=True)):
+            return None
+    return found
+
+
+def _instead(named: Mapping[str, Tensor], form: str) -> str:
+    """What to do where sizes disagree, as a sentence; "" if no single change makes them agree."""
+    a, b, d = (x.shape for x in named.values())
+    for name, (i, j) in itertools.product("ab", ((1, 2), (0, 1), (0, 2))):
+        turned = named[name].transpose(i, j).shape
+        if _sizes((turned, b, d) if name == "a" else (a, turned, d), form):
+            return f" They agree with {name}.transpose({i}, {j}): pass that."
+    if _sizes((b, a, d), form):
+        return " They agree with a and b swapped."
+    if _sizes((b, d, a), form):
+        return " They agree as d, a, b: d is the third of them."
+    letters = form.rpartition(">")[2]
+    found = _sizes((a, b), form.partition("->")[0])
+    return f" Pass torch.empty({tuple(found[x] for x in letters)}) of the same dtype and device." if found else ""
+
+
+def _check_scales(named: Mapping[str, Tensor], form: str) -> None:
+    """Check the shapes of the scales of FP8 operands, with the batch where those have it."""
+    (*rows, k), (groups, n, _) = named["a"].shape, named["b"].shape
+    blocks = ceil_div(k, SCALE_BLOCK)
+    scales.check_scales_shape(
+        "a", named["the scales of a"], (*rows, blocks), f"one per row per {SCALE_BLOCK} of K of each product's a"
+    )
+    of_b = (groups, ceil_div(n, SCALE_BLOCK), blocks)
+    scales.check_scales_shape(
+        "b", named["the scales of b"], of_b, f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of each product's b"
+    )
+
+
+def _check_dtypes(operation: Gemm, named: Mapping[str, Tensor], called: str) -> None:
     for name in ("a", "b"):
-        operation.check_dtype(name, named[name], f" Pass {name}.to({operation.dtype}).")
+        dtype = named[name].dtype
+        if operation.is_scaled:
+            scales.check_e4m3(name, named[name])
+            scales.check_scales_dtype(name, named[f"the scales of {name}"])
+            scales.check_k(k := named[name].shape[-1], f"it is {k}")
+            continue
+        other = _TAKES.get(dtype, "") if called == operation.name else ""
+        instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({operation.dtype})."
+        if dtype == torch.float8_e4m3fn:
+            instead = f" {BMM_FP8}, with scales, takes {dtype}."
+        operation.check_dtype(name, named[name], called, instead)
     if DTYPES.get(named["d"].dtype) not in operation.product.outputs:
         known = " or ".join(str(TORCH[each]) for each in operation.product.outputs)
-        raise InvalidInputError(f"d of {operation.name} must be {known}, but it is {named['d'].dtype}.")
+        raise InvalidInputError(f"d of {called} must be {known}, but it is {named['d'].dtype}. Cast d after the call.")
 
 
 def _product_stride(x: Tensor, instead: int) -> int:
@@ -185,9 +251,15 @@ def strides(name: str, x: Tensor) -> tuple[int, int, int]:
     """The strides of A or B (batch, rows, K), one of the last two being 1. Refuses what TMA cannot read."""
     layouts.check_start(name, x)
     way = layouts.addressed(x[0])
+    if x.element_size() == 1 and way is not None and way[1] != 1:
+        raise UnsupportedError(
+            f"K of {name} must be contiguous, because Hopper multiplies FP8 only where it is, but as (batch, rows, K) "
+            f"it is {shape_of(x)} with strides {x.stride()}. Store it so: pass .contiguous()."
+        )
     if way is None:
+        which = "last" if x.element_size() == 1 else "last or the middle"
         raise InvalidInputError(
-            f"the last or the middle dimension of {name}, as (batch, rows, K), must be contiguous, and rows begin at "
+            f"the {which} dimension of {name}, as (batch, rows, K), must be contiguous, and rows begin at "
             f"multiples of {TMA_BYTES} bytes and not overlap, but it is {shape_of(x)} with strides {x.stride()}. Pass "
             "a contiguous copy, with padded rows if need be."
         )
@@ -239,7 +311,7 @@ def _write_zeros(d: Tensor) -> None:
         d.zero_()
 
 
-bf16, fp16 = (entry(Batched(name)) for name in (BMM_BF16, BMM_FP16))
-"""The functions behind the public ones: a, b, d, compiled_dims, form."""
+fp8, bf16, fp16 = (entry(Batched(name)) for name in (BMM_FP8, BMM_BF16, BMM_FP16))
+"""The functions behind the public ones: a, b, d, options, form."""
 bf16_sum = entry(Summed(SUM_BF16), Summed(SUM_BF16, accumulates=True))
 """Arguments: a, b, d, c, compiled_dims."""

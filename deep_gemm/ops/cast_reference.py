@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
-from deep_gemm.tensors import check_tensor
+from deep_gemm.tensors import check_tensor, shown
 
 E4M3_MAX = 448.0
 AMAX_MIN = 1e-4
@@ -89,22 +89,30 @@ def dequantise(
 
     Raises InvalidInputError, which names the argument.
     """
-    for name, tensor, wanted in (("x", x, torch.float8_e4m3fn), ("sf", sf, torch.float32)):
+    for name, tensor in (("x", x), ("sf", sf)):
         check_tensor(name, tensor, (2,), by_torch=True)
+    swapped = (x.dtype, sf.dtype) == (torch.float32, torch.float8_e4m3fn)
+    for name, tensor, wanted, instead in (
+        ("x", x, torch.float8_e4m3fn, "Only values of E4M3 have scales."),
+        ("sf", sf, torch.float32, "Call .float() on it."),
+    ):
         if tensor.dtype != wanted:
-            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {_kind(tensor)}.")
+            instead = "Swap the two: values come first, then their scales." if swapped else instead
+            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {_kind(tensor)}. {instead}")
     if x.device != sf.device:
         raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
     if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):
         raise InvalidInputError(f"granularity must be two whole numbers from 1, but it is {granularity!r}.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise InvalidInputError(f"dtype must be bfloat16, float16, float32 or float64, but it is {dtype}.")
+        raise InvalidInputError(f"dtype must be torch.bfloat16, float16, float32 or float64, but it is {dtype!r}.")
     rows, columns = x.shape
-    expected = (ceil_div(rows, granularity[0]), ceil_div(columns, granularity[1]))
+    expected = _of_blocks(rows, columns, granularity)
     if tuple(sf.shape) != expected:
+        known = ((1, SCALE_BLOCK), (SCALE_BLOCK, SCALE_BLOCK), (SCALE_BLOCK, 1), (1, columns), (rows, columns))
+        fits = next((each for each in known if 0 not in each and sf.shape == _of_blocks(rows, columns, each)), None)
         raise InvalidInputError(
             f"sf must have the shape {expected} for x {tuple(x.shape)} in blocks of {granularity}, but it has "
-            f"{tuple(sf.shape)}."
+            f"{tuple(sf.shape)}.{f' They fit granularity={fits}.' if fits else ''}"
         )
     scales = sf.to(dtype)
     if granularity[0] > 1:
@@ -112,6 +120,10 @@ def dequantise(
     if granularity[1] > 1:
         scales = scales.repeat_interleave(min(granularity[1], columns), dim=1)[:, :columns]
     return x.to(dtype) * scales
+
+
+def _of_blocks(rows: int, columns: int, granularity: Sequence[int]) -> tuple[int, int]:
+    return ceil_div(rows, granularity[0]), ceil_div(columns, granularity[1])
 
 
 def ceil_to_ue8m0(x: Tensor) -> Tensor:
@@ -180,13 +192,14 @@ def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     check_tensor(name, x, None if rank is None else (rank,), by_torch=True)
     if not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
-            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}."
+            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}. Pass "
+            f"{name}.float()."
         )
 
 
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InvalidInputError(f"{name} must be True or False, but it is {value!r}.")
+        raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
 
 
 def _is_whole(value: object, least: int | None = None) -> bool:

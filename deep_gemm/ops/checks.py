@@ -83,14 +83,15 @@ def refuse_alpha(alpha: Any) -> None:
         raise UnsupportedError("alpha must be None: this version has no alpha. Apply it to d after the call.")
 
 
-def pair(name: str, operand: Any) -> tuple[Tensor, Tensor]:
+OPERAND = "An FP8 operand comes with its scales; per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
+
+
+def pair(name: str, operand: Any, instead: str = OPERAND) -> tuple[Tensor, Tensor]:
+    """The values and the scales of an operand. ``instead`` says what to pass."""
     is_sequence = isinstance(operand, (tuple, list))
     if not is_sequence or len(operand) != 2:
         kind = f"has {len(operand)} elements" if is_sequence else f"is {kind_of(operand)}"
-        raise InvalidInputError(
-            f"{name} must be a pair (tensor, scales), but it {kind}. An FP8 operand comes with its scales; "
-            "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
-        )
+        raise InvalidInputError(f"{name} must be a pair (tensor, scales), but it {kind}. {instead}")
     return operand[0], operand[1]
 
 
@@ -118,9 +119,9 @@ def check_tensors(
             warn_once(
                 "gradient",
                 f"{operation}: {name} was computed with gradients ({tensor.grad_fn.name()}), but they end here, since "
-                f"this function records nothing for autograd. To train, call it in a torch.autograd.Function, as "
-                f"examples/train_linear.py does; otherwise under torch.no_grad(), or pass {name}.detach(). Other "
-                "calls are not told of.",
+                f"this function records nothing for autograd. To train, use the layers of deep_gemm.nn, or call it in "
+                f"a torch.autograd.Function; otherwise under torch.no_grad(), or pass {name}.detach(). Other calls "
+                "are not told of.",
             )
     return device
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
 
 from ..errors import InvalidInputError, UnsupportedError
+from ..spec import Scaling
 from . import checks
 from .checks import shape_of
 
@@ -79,8 +80,15 @@ def half_by_cublaslt(x: Any) -> None:
 
 
 def batched_by_cublaslt(x: Any) -> None:
-    """A batch of 16-bit products. Raises UnsupportedError where torch cannot do it."""
+    """A batch of products: of 16-bit operands, or as `fp8_by_cublaslt` computes one. Raises UnsupportedError where
+    torch cannot do it."""
     a, b, d = (x.tensors[name] for name in "abd")
+    if a.dtype in FP8:
+        with torch.inference_mode():
+            a, b = (
+                torch.stack([widened(*each, kind) for each in zip(values, x.tensors[name], strict=True)])
+                for values, name, kind in zip((a, b), ("sfa", "sfb"), x.scaling, strict=True)
+            )
     if d.dtype != a.dtype:
         raise UnsupportedError(f"d is {d.dtype}, and torch multiplies batches of {a.dtype} into {a.dtype}.")
     with plain_arithmetic(a.device):
@@ -107,10 +115,14 @@ def fp8_by_cublaslt(x: Any) -> None:
         raise UnsupportedError("d is torch.float16, and torch multiplies bfloat16 into bfloat16 or float32.")
     with torch.inference_mode():
         left, right = (
-            dequantised(tensors[name], tensors["sf" + name], kind, torch.float32).bfloat16()
-            for name, kind in zip("ab", x.scaling, strict=True)
+            widened(tensors[name], tensors["sf" + name], kind) for name, kind in zip("ab", x.scaling, strict=True)
         )
         gemm(left, right, tensors["d"], tensors.get("c"), "nt")
+
+
+def widened(values: Tensor, sf: Tensor, kind: Scaling) -> Tensor:
+    """The values of an operand with its scales, in bfloat16."""
+    return dequantised(values, sf, kind, torch.float32).bfloat16()
 
 
 def _refuse_epilogue(epilogue: str) -> None:

@@ -51,11 +51,11 @@ class Dense(Gemm):
         named, form = self.named(given), given["form"]
         asked, dims = self.check_options(given)
         ranks = dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2))
-        device = checks.check_tensors(self.name[:-2] + form, named, ranks, (2,))
+        device = checks.check_tensors(self.called(form), named, ranks, (2,))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
-        self._check_outputs(named)
+        self._check_outputs(named, form)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:
@@ -82,9 +82,9 @@ class Dense(Gemm):
             if dtype == torch.float8_e4m3fn:
                 other = "fp8_gemm_nt, with scales,"
             instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
-            self.check_dtype(name, named[name], instead)
+            self.check_dtype(name, named[name], self.called(form), instead)
         if not self.is_scaled:
-            self._check_output_dtypes(named)
+            self._check_output_dtypes(named, form)
         a, b = named["a"], named["b"]
         if a.shape[1] != b.shape[1]:
             a_given = f"{shape_of(a)} (M, K)" if form[0] == "n" else f"{shape_of(a.t())} (K, M)"
@@ -95,28 +95,35 @@ class Dense(Gemm):
             )
 
     def _other_form(self, a: Tensor, b: Tensor, d: Tensor, form: str) -> str:
-        """The form in which these tensors agree, as a sentence; "" if there is none."""
+        """The form or the order in which these tensors agree, as a sentence; "" if there is none."""
+        advised = ""
         for other in self.product.forms:
             x = a if other[0] == form[0] else a.t()
             y = b if other[1] == form[1] else b.t()
             if x.shape[1] == y.shape[1] and d.shape == (x.shape[0], y.shape[0]):
-                return f" They agree in the form {other}: call {self.name[:-2]}{other}."
-        return ""
+                advised = f" They agree in the form {other}: call {self.called(other)}."
+        # As if d had been given first: what was given as b is a, and what was given as d is b.
+        first, x = (a if form[0] == "n" else a.t()), (b if form[1] == "t" else b.t())
+        x, y = (x if form[0] == "n" else x.t()), (d if form[1] == "t" else d.t())
+        if x.shape[1] == y.shape[1] and first.shape == (x.shape[0], y.shape[0]):
+            advised += f" {'If a is the result: d' if advised else 'They agree as d, a, b: d'} is the third argument."
+        return advised
 
-    def _check_output_dtypes(self, named: Mapping[str, Tensor]) -> None:
+    def _check_output_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
         d, outputs = named["d"], [TORCH[dtype] for dtype in self.product.outputs]
         if d.dtype not in outputs:
             *most, last = map(str, outputs)
-            of = "" if self.is_scaled else f" of {self.name}"
-            raise InvalidInputError(
-                f"d{of} must be {', '.join(most)} or {last}, but it is {d.dtype}. Cast d after the call."
+            of, known = (
+                "" if self.is_scaled else f" of {self.called(form)}",
+                f"{', '.join(most)} or {last}" if most else last,
             )
+            raise InvalidInputError(f"d{of} must be {known}, but it is {d.dtype}. Cast d after the call.")
 
-    def _check_outputs(self, named: Mapping[str, Tensor]) -> None:
+    def _check_outputs(self, named: Mapping[str, Tensor], form: str) -> None:
         shape = (named["a"].shape[0], named["b"].shape[0])
         rows = "rows of a by rows of b" if self.is_scaled else "M x N of a and b"
         if self.is_scaled:
-            self._check_output_dtypes(named)
+            self._check_output_dtypes(named, form)
         for name in ("c", "d"):
             if name in named and tuple(named[name].shape) != shape:
                 from .. import advice

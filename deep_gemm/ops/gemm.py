@@ -100,10 +100,14 @@ class Gemm(Operation):
         checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
         return asked, dims
 
-    def check_dtype(self, name: str, x: Tensor, instead: str = "") -> None:
+    def called(self, form: str = "nt") -> str:
+        """The name by which callers know this product in ``form``, for messages."""
+        return self.name.replace("_nt", f"_{form}")
+
+    def check_dtype(self, name: str, x: Tensor, called: str, instead: str) -> None:
         """Refuse 16-bit values of another dtype."""
         if x.dtype != self.dtype:
-            raise InvalidInputError(f"{name} of {self.name} must be {self.dtype}, but it is {x.dtype}.{instead}")
+            raise InvalidInputError(f"{name} of {called} must be {self.dtype}, but it is {x.dtype}.{instead}")
 
     @abstractmethod
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import k_grouped_reference
+from deep_gemm.ops.reference import BLOCKS, Scalings, k_grouped_reference
 from deep_gemm.runtime.calls import Parameter, Step, entry
 
 from ..errors import InvalidInputError, UnsupportedError
@@ -19,13 +19,14 @@ from . import checks, device_values, layouts, scales
 from .checks import shape_of
 from .gemm import COMPILED_DIMS, TENSOR, C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
-from .table import DTYPES, K_BF16, K_FP8, K_PADDED
+from .table import DTYPES, K_BF16, K_FP8, K_PADDED, PLAIN, ROWS_ON_BOTH_SIDES
 
 LAYOUT = "grouped_layout"
 """The argument with K of each group, on the device."""
 
 RECIPE = (1, 1, SCALE_BLOCK)
-_SHOWN = repr(RECIPE)
+_SCALINGS = {repr(RECIPE): ROWS_ON_BOTH_SIDES, repr((1, SCALE_BLOCK, SCALE_BLOCK)): BLOCKS}
+"""By the recipe as it is shown: True and 1.0 equal 1, and are shown as something else."""
 _SIZES = "Sequence[int] | None"
 
 
@@ -40,10 +41,10 @@ class KGrouped(Gemm):
     def __init__(self, name: str, accumulates: bool = False) -> None:
         super().__init__(name, accumulates)
         self.is_padded = name == K_PADDED
+        recipe = Parameter("recipe", "tuple[int, int, int]", RECIPE)
         if self.is_padded:
-            self.parameters = (*self.first, Parameter(LAYOUT, TENSOR), C, COMPILED_DIMS)
+            self.parameters = (*self.first, Parameter(LAYOUT, TENSOR), C, COMPILED_DIMS, recipe)
         else:
-            recipe = Parameter("recipe", "tuple[int, int, int]", RECIPE, "before")
             self.parameters = (
                 *(
                     *self.first,
@@ -64,6 +65,7 @@ class KGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named = self.named(given)
         dims = checks.check_compiled_dims(given["compiled_dims"])
+        scaling = check_recipe(given["recipe"]) if self.is_scaled else PLAIN
         inputs = (1, 2) if self.is_scaled and not self.is_padded else (2,)
         device = checks.check_tensors(self.name, named, {LAYOUT: (1,), "c": (3,), "d": (3,)}, inputs)
         checks.check_int32(LAYOUT, named[LAYOUT])
@@ -73,8 +75,10 @@ class KGrouped(Gemm):
             raise InvalidInputError(
                 f"{LAYOUT} must have the shape {(groups,)}, K of each group of d, but it has {shape_of(named[LAYOUT])}."
             )
-        check = _check_padded if self.is_padded else _check_flat if self.is_scaled else self._check_plain
-        k = check(named, groups, m, n)
+        if self.is_scaled:
+            k = (_check_padded if self.is_padded else _check_flat)(named, groups, m, n, scaling)
+        else:
+            k = self._check_plain(named, m, n)
         if checks.is_fake(named.values()):
             return None
         outputs = {name: layouts.flat(named[name]) for name in ("c", "d") if name in named}
@@ -87,14 +91,14 @@ class KGrouped(Gemm):
         for name in ("a", "b"):
             self._row_stride(name, named[name])
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        return GemmOperands(
-            self.name, tensors, device, m, n, k, dims, self.product.scaling, accumulate=accumulate, groups=groups
-        )
+        return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate=accumulate, groups=groups)
 
     def _check_outputs(self, named: Mapping[str, Tensor]) -> None:
         d, c = named["d"], named.get("c")
         if DTYPES.get(d.dtype) not in self.product.outputs:
-            raise InvalidInputError(f"d of {self.name} must be torch.float32 or torch.bfloat16, but it is {d.dtype}.")
+            raise InvalidInputError(
+                f"d of {self.name} must be torch.float32 or torch.bfloat16, but it is {d.dtype}. Cast d after the call."
+            )
         if c is not None and (c.dtype != d.dtype or c.shape != d.shape):
             raise InvalidInputError(
                 f"c must have d's dtype and shape, {d.dtype} {shape_of(d)}, but it has {c.dtype} {shape_of(c)}."
@@ -106,12 +110,12 @@ class KGrouped(Gemm):
                     f"{shape_of(named[name])} with strides {named[name].stride()}. Pass .contiguous()."
                 )
 
-    def _check_plain(self, named: Mapping[str, Tensor], groups: int, m: int, n: int) -> int:
+    def _check_plain(self, named: Mapping[str, Tensor], m: int, n: int) -> int:
         """a is (K, M), b is (K, N). Returns K."""
         k = named["a"].shape[0]
         for name, columns in (("a", m), ("b", n)):
             x = named[name]
-            self.check_dtype(name, x)
+            self.check_dtype(name, x, self.name, f" Pass {name}.to({self.dtype}).")
             if tuple(x.shape) != (k, columns):
                 raise InvalidInputError(
                     f"{name} must have the shape {(k, columns)}, the sum of K by {'M' if name == 'a' else 'N'} of d, "
@@ -138,8 +142,11 @@ class KGrouped(Gemm):
         if not self.is_scaled:
             found.strides |= {name: (1, stride) for name, stride in rows.items()}
             return self.product.majors
-        for name in ("sfa", "sfb"):
-            found.row_scales(name, x.tensors[name])
+        found.row_scales("sfa", x.tensors["sfa"])
+        if x.scaling == BLOCKS:
+            found.strides["sfb"] = x.tensors["sfb"].stride()
+        else:
+            found.row_scales("sfb", x.tensors["sfb"])
         found.strides["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
         maps = KGroupMapsSpec(x.groups, x.m, x.n, x.k if self.is_padded else 0)
         found.scratch["maps"] = ((maps.bytes,), torch.uint8)
@@ -157,14 +164,20 @@ class KGrouped(Gemm):
 
     def reference(self, x: GemmOperands) -> None:
         """See `k_grouped_reference`."""
-        k_grouped_reference(**(_each_matrix(x) if self.is_padded else x.tensors))
+        k_grouped_reference(**(_each_matrix(x) if self.is_padded else x.tensors), scaling=x.scaling)
 
     def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""
         return f"{x.m}x{x.n}x{x.k} in {x.groups} groups along K"
 
 
-def _check_flat(named: Mapping[str, Tensor], groups: int, m: int, n: int) -> int:
+def _scale_rows(scaling: Scalings, m: int, n: int) -> tuple[tuple[str, int, int, str], ...]:
+    """For a and b: the name, the rows, the rows of scales, and what has one scale."""
+    of_b = (ceil_div(n, SCALE_BLOCK), f"one per {SCALE_BLOCK} rows") if scaling == BLOCKS else (n, "one per row")
+    return ("a", m, m, "one per row"), ("b", n, *of_b)
+
+
+def _check_flat(named: Mapping[str, Tensor], groups: int, m: int, n: int, scaling: Scalings) -> int:
     """K follows from the number of values. Returns the sum of K."""
     sums = {}
     for name, rows in (("a", m), ("b", n)):
@@ -183,28 +196,37 @@ def _check_flat(named: Mapping[str, Tensor], groups: int, m: int, n: int) -> int
         raise InvalidInputError(f"a and b must agree in the sum of K, but it is {k} in a and {sums['b']} in b.")
     if k % TMA_BYTES:
         raise InvalidInputError(f"K of each group must be a multiple of {TMA_BYTES}, but their sum is {k}.")
-    for name, rows in (("a", m), ("b", n)):
+    for name, _, rows, one in _scale_rows(scaling, m, n):
         sf, least = named[f"the scales of {name}"], ceil_div(k, SCALE_BLOCK)
         if sf.dim() != 2 or sf.shape[0] != rows or not least <= sf.shape[1] <= least + groups:
             raise InvalidInputError(
-                f"the scales of {name} must have the shape ({rows}, {least}), one per row per {SCALE_BLOCK} of K "
+                f"the scales of {name} must have the shape ({rows}, {least}), {one} per {SCALE_BLOCK} of K "
                 f"of each group, or more columns where groups end inside a block, but they have {shape_of(sf)}."
+                f"{_other_recipe(name, sf, n, scaling)}"
             )
     return k
 
 
-def _check_padded(named: Mapping[str, Tensor], groups: int, m: int, n: int) -> int:
+def _other_recipe(name: str, sf: Tensor, n: int, scaling: Scalings) -> str:
+    """The recipe that the scales of b would suit, as a sentence; "" if there is none."""
+    rows = n if scaling == BLOCKS else ceil_div(n, SCALE_BLOCK)
+    if name != "b" or sf.dim() != 2 or sf.shape[0] != rows:
+        return ""
+    return f" They suit recipe={next(text for text, other in _SCALINGS.items() if other != scaling)}."
+
+
+def _check_padded(named: Mapping[str, Tensor], groups: int, m: int, n: int, scaling: Scalings) -> int:
     """a is (M, K), b is (N, K), and their scales have a column for each 128 of K. Returns K."""
     k = named["a"].shape[1]
-    for name, rows in (("a", m), ("b", n)):
+    for name, rows, scale_rows, _ in _scale_rows(scaling, m, n):
         sf = f"the scales of {name}"
         scales.check_e4m3(name, named[name])
         scales.check_scales_dtype(name, named[sf])
-        for of, shape in ((name, (rows, k)), (sf, (rows, ceil_div(k, SCALE_BLOCK)))):
+        for of, shape in ((name, (rows, k)), (sf, (scale_rows, ceil_div(k, SCALE_BLOCK)))):
             if tuple(named[of].shape) != shape:
                 raise InvalidInputError(
                     f"{of} must have the shape {shape}, as d {shape_of(named['d'])} and a {shape_of(named['a'])} need, "
-                    f"but it has {shape_of(named[of])}."
+                    f"but it has {shape_of(named[of])}.{_other_recipe(name, named[of], n, scaling) if of == sf else ''}"
                 )
     return k
 
@@ -221,13 +243,14 @@ def _each_matrix(x: GemmOperands) -> dict[str, Any]:
     return tensors
 
 
-def check_recipe(recipe: Any) -> None:
-    """Refuse every recipe except `RECIPE`."""
-    is_known = repr(recipe) == _SHOWN  # True and 1.0 equal 1, and are shown as something else
-    if not is_known and scales.check_granularities("recipe", recipe, 3) != RECIPE:
+def check_recipe(recipe: Any) -> Scalings:
+    """The scalings of a and b. Refuses recipes that no kernel has."""
+    found = _SCALINGS.get(repr(recipe)) or _SCALINGS.get(repr(scales.check_granularities("recipe", recipe, 3)))
+    if found is None:
         raise UnsupportedError(
-            f"recipe {tuple(recipe)} is not supported by GEMMs grouped along K: only (1, 1, 128) is."
+            f"recipe {tuple(recipe)} is not supported by GEMMs grouped along K: only (1, 1, 128) and (1, 128, 128) are."
         )
+    return found
 
 
 def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psum: Any, multiple: int = 1) -> Any:

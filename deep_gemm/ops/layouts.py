@@ -157,6 +157,19 @@ class Preparation:
             self._before(name, "transposed", transpose, strides, (*groups, blocks, step), sf.dtype)
         self.strides[name] = (1, step)
 
+    def product_scales(self, name: str, sf: Tensor) -> None:
+        """Add scales (products, rows, blocks of K), which kernels read as one matrix of rows x blocks for each product.
+        They are transposed first if TMA cannot read them as they are."""
+        products, rows, blocks = sf.shape
+        step = scales_stride(sf[0])
+        apart = sf.stride(0) if products > 1 else blocks * (step or 0)
+        if step is None or apart <= 0 or apart * sf.element_size() % TMA_BYTES:
+            step = align(rows, 4)
+            apart = blocks * step
+            transpose = TransposeSpec(rows, blocks, products)
+            self._before(name, "transposed", transpose, sf.stride(), (products, blocks, step), sf.dtype)
+        self.strides[name] = (apart, 1, step)
+
     def _before(
         self, name: str, done: str, spec: Spec, strides: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:

@@ -68,7 +68,7 @@ class MqaLogits(Operation):
     def check(self, *arguments: Any, **named_arguments: Any) -> LogitsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
         q, kv, weights, starts, ends, out, clean, columns = self.given(arguments, named_arguments).values()
-        keys, scales = checks.pair("kv", kv)
+        keys, scales = checks.pair("kv", kv, KEYS)
         named = {
             "q": q,
             "kv[0]": keys,
@@ -126,6 +126,9 @@ class MqaLogits(Operation):
                 out.copy_(torch.where(known, found.to(out.dtype), out))
 
 
+KEYS = "Pass keys, E4M3 (N, D), and their scales, float32 (N)."
+
+
 def chunks(q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Logits (rows, N) in float64 of all keys, for some rows at a time. q (M, H, D), keys (N, D)."""
     _, heads, dim = q.shape
@@ -144,7 +147,8 @@ def check_queries(q: Tensor) -> tuple[int, int, int]:
     if q.dtype != torch.float8_e4m3fn:
         packed = " Packed FP4 needs a GPU after Hopper." if q.dtype in (torch.int8, torch.uint8) else ""
         kind = UnsupportedError if packed else InvalidInputError
-        raise kind(f"q must be torch.float8_e4m3fn, but it is {q.dtype}.{packed}")
+        cast = packed or " Cast it, and multiply weights by its scales: per_token_cast_to_fp8 returns both."
+        raise kind(f"q must be torch.float8_e4m3fn, but it is {q.dtype}.{cast}")
     if heads not in HEADS or dim not in DIMS:
         raise UnsupportedError(
             f"q must have {' or '.join(map(str, sorted(HEADS)))} heads of {', '.join(map(str, sorted(DIMS)))} elements "
@@ -158,7 +162,10 @@ def check_queries(q: Tensor) -> tuple[int, int, int]:
 def check_dense(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...], what: str) -> None:
     """Refuse a tensor of another dtype or shape, or one that is not contiguous."""
     if x.dtype != dtype or tuple(x.shape) != shape:
-        raise InvalidInputError(f"{name} must be {dtype} {shape}: {what}, but it is {x.dtype} {shape_of(x)}.")
+        from .. import advice  # here, since first calls that are right shall import little
+
+        instead = advice.of_kind(name, x, dtype, shape)
+        raise InvalidInputError(f"{name} must be {dtype} {shape}: {what}, but it is {x.dtype} {shape_of(x)}.{instead}")
     if not x.is_contiguous():
         raise InvalidInputError(f"{name} must be contiguous, but it has the strides {x.stride()}. Pass .contiguous().")
 
@@ -166,9 +173,11 @@ def check_dense(name: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 def check_weights(weights: Tensor, shape: tuple[int, int]) -> None:
     """Refuse weights that are not a float32 row for each row of q."""
     if weights.dtype != torch.float32 or tuple(weights.shape) != shape:
+        from .. import advice
+
         raise InvalidInputError(
             f"weights must be torch.float32 {shape}: a weight for each query's head, but they are {weights.dtype} "
-            f"{shape_of(weights)}."
+            f"{shape_of(weights)}.{advice.of_kind('weights', weights, torch.float32, shape)}"
         )
     if weights.shape[1] > 1 and weights.stride(1) != 1:
         raise InvalidInputError(

@@ -65,19 +65,14 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         asked, dims = self.check_options(given)
-        if asked not in (None, self.product.scaling):
-            name = "recipe" if given["recipe"] is not None else "recipe_b"
-            raise UnsupportedError(
-                f"{name} {tuple(given[name])} is not supported by GEMMs grouped by M: only (1, {SCALE_BLOCK}, "
-                f"{SCALE_BLOCK}) is, one scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x "
-                f"{SCALE_BLOCK} block of b."
-            )
+        if self.is_scaled:
+            scales.check_blocks(asked, given, "GEMMs grouped by M")
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
-        device = checks.check_tensors(self.name, named, ranks, (3 if self.is_masked else 2,))
+        device = checks.check_tensors(self.called(form), named, ranks, (3 if self.is_masked else 2,))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
-        self._check_dtypes(named)
+        self._check_dtypes(named, form)
         checks.check_int32(self.layout, layout)
         if d.dtype != torch.bfloat16:
             raise InvalidInputError(
@@ -100,14 +95,14 @@ class MGrouped(Gemm):
         op, size = self.name + PSUM * is_psum, given["expected_m" if self.is_masked else "alignment"]
         return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, groups=groups, size=size)
 
-    def _check_dtypes(self, named: Mapping[str, Tensor]) -> None:
+    def _check_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
         for name in ("a", "b"):
             if self.is_scaled:
                 scales.check_e4m3(name, named[name])
                 scales.check_scales_dtype(name, named[f"the scales of {name}"])
                 scales.check_k(k := named[name].shape[-1], f"it is {k}")
             else:
-                self.check_dtype(name, named[name], f" Pass {name}.to({self.dtype}).")
+                self.check_dtype(name, named[name], self.called(form), f" Pass {name}.to({self.dtype}).")
 
     def _weights(self, b: Tensor) -> tuple[Major, tuple[int, int]]:
         """The contiguous dimension of the view b (G, N, K), which must be K for FP8, and its strides as one matrix of

@@ -74,11 +74,13 @@ class PagedMqaLogits(Operation):
         if table.dtype != torch.int32 or table.shape[0] != batch or (table.shape[1] > 1 and table.stride(1) != 1):
             raise InvalidInputError(
                 f"block_table must be torch.int32 ({batch}, blocks), contiguous along blocks: the pages of each "
-                f"request, but it is {table.dtype} {shape_of(table)} with strides {table.stride()}."
+                f"request, but it is {table.dtype} {shape_of(table)} with strides {table.stride()}. Pass "
+                ".to(torch.int32).contiguous() of such a table."
             )
         if schedule.shape[0] < 2:
             raise InvalidInputError(
-                f"schedule_meta must have a row for each CTA and one more, not {shape_of(schedule)}."
+                f"schedule_meta must have a row for each CTA and one more, not {shape_of(schedule)}. Pass what "
+                "get_paged_mqa_logits_metadata returns."
             )
         check_dense("schedule_meta", schedule, torch.int32, (schedule.shape[0], 2), "of get_paged_mqa_logits_metadata")
         if checks.is_fake(named.values()) or not out.numel() or not cache.numel() or not table.numel():
@@ -187,7 +189,7 @@ class PagedMqaLogitsMetadata(Operation):
         if lengths.dtype != torch.int32 or not lengths.is_contiguous():
             raise InvalidInputError(
                 f"context_lens must be torch.int32 and contiguous, but it is {lengths.dtype} with strides "
-                f"{lengths.stride()}."
+                f"{lengths.stride()}. Pass .to(torch.int32).contiguous()."
             )
         if checks.is_fake(named.values()):
             return None

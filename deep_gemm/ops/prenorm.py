@@ -69,9 +69,11 @@ class HcPrenormGemm(Operation):
         for name, (dtype, shape) in wanted.items():
             x = named[name]
             if x.dtype != dtype or tuple(x.shape) != shape:
+                from .. import advice  # here, since first calls that are right shall import little
+
                 raise InvalidInputError(
                     f"{name} must be {dtype} {shape} for a {shape_of(a)}, b {shape_of(b)} and num_splits = {splits}, "
-                    f"but it is {x.dtype} {shape_of(x)}."
+                    f"but it is {x.dtype} {shape_of(x)}.{advice.of_kind(name, x, dtype, shape)}"
                 )
         if n % 8 or not 0 < n <= MOST_COLUMNS or k % BLOCK_K:
             raise UnsupportedError(
@@ -88,8 +90,9 @@ class HcPrenormGemm(Operation):
         if m == 0:
             return None
         if k == 0:
-            d.zero_()
-            squares.zero_()
+            with torch.inference_mode():  # outputs may be inference tensors
+                d.zero_()
+                squares.zero_()
             return None
         spec = PrenormSpec(m, n, k, splits or 1, batch_invariant=options.get_batch_invariant())
         return PrenormOperands(named | whole, device, spec)
@@ -106,7 +109,7 @@ class HcPrenormGemm(Operation):
     def reference(self, x: PrenormOperands) -> None:
         """Each split's part of K, in float64; b rounded to TF32."""
         spec = x.spec
-        with plain_arithmetic(x.device):
+        with torch.inference_mode(), plain_arithmetic(x.device):  # outputs may be inference tensors
             a, b = x.tensors["a"].double(), rounded_to_tf32(x.tensors["b"]).double()
             blocks = spec.k // BLOCK_K
             for split in range(spec.splits):

@@ -65,6 +65,8 @@ class Quantize(Operation):
             Parameter("epsilon", "float", AMAX_MIN),
             Parameter("gated", "bool", False),
         )
+        places = ("out",) if len(self.written) == 1 else ("out[0]", "out[1]")
+        self.titles = dict(zip(self.written, places, strict=True))
         self.operands = {name: name for name in self.read}
         for output in self.written:
             self.operands |= {f"{_PREFIX[output]}values": f"{output}[0]", f"{_PREFIX[output]}scales": f"{output}[1]"}
@@ -80,17 +82,19 @@ class Quantize(Operation):
         checks.check_bool("gated", gated)
         if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool) or not 0 <= epsilon <= MAX_EPSILON:
             raise InvalidInputError(
-                f"epsilon must be a number from 0 that float32 can hold, but it is {checks.shown(epsilon)}."
+                f"epsilon must be a number from 0 that float32 can hold, an int or a float, but it is "
+                f"{checks.shown(epsilon)}."
             )
         named: dict[str, Any] = {name: given[name] for name in self.read}
         for output in self.written:
-            values, scales = checks.pair(output, given[output])
-            named |= {f"the {output} values": values, f"the {output} scales": scales}
+            title = self.titles[output]
+            values, scales = checks.pair(title, given[output], "Pass values and scales to write, or leave out out.")
+            named |= {f"the values of {title}": values, f"the scales of {title}": scales}
         device = checks.check_tensors(self.name, named, {"rows": (1,), "factors": (1,)}, (2,), ())
         x = named["x"]
         if x.dtype not in INPUTS:
             known = ", ".join(map(str, INPUTS))
-            raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}.")
+            raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}. Pass x.float().")
         source_rows, columns = x.shape
         index = named.get("rows")
         if index is not None:
@@ -106,7 +110,7 @@ class Quantize(Operation):
         columns = columns // 2 if gated else columns
         blocks = {output: given[f"{output}_blocks"] for output in self.written}
         for output in self.written:
-            _check_output(output, named, rows, columns, blocks[output])
+            _check_output(self.titles[output], output == "transposed", named, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
             return None
         for name in self.read:
@@ -133,15 +137,9 @@ class Quantize(Operation):
     def _check_places(self, named: Mapping[str, Tensor]) -> None:
         """Check that the rows of outputs do not overlap, and that outputs share no memory with other operands."""
         for name, tensor in named.items():
-            if name in self.read or not tensor.numel():
-                continue
-            dense = tensor if name.endswith("values") or tensor.stride(1) == 1 else tensor.t()
-            if dense is not tensor and dense.shape[1] > 1 and dense.stride(1) != 1:
-                raise InvalidInputError(
-                    f"{name} must be contiguous along one dimension, but they have the strides {tensor.stride()}."
-                )
-            checks.check_row_major(name, dense)
-            checks.check_no_overlap(name, dense, {other: x for other, x in named.items() if other != name})
+            if name not in self.read and tensor.numel():
+                others = {other: x for other, x in named.items() if other != name}
+                check_written(name, tensor, others, has_columns=name.startswith("the scales"))
 
     def work(self, x: QuantizeOperands, device: int) -> Work:
         """One launch."""
@@ -166,6 +164,17 @@ class Quantize(Operation):
                     found = (values.t(), scales.t()) if prefix else (values, scales)
                     x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
                     x.tensors[f"{prefix}scales"].copy_(found[1])
+
+
+def check_written(name: str, x: Tensor, others: Mapping[str, Tensor], has_columns: bool) -> None:
+    """Refuse an output whose rows overlap or that shares memory with others. Scales may have contiguous columns."""
+    dense = x.t() if has_columns and x.stride(1) != 1 else x
+    if dense is not x and dense.shape[1] > 1 and dense.stride(1) != 1:
+        raise InvalidInputError(
+            f"{name} must be contiguous along one dimension, but they have the strides {x.stride()}."
+        )
+    checks.check_row_major(name, dense)
+    checks.check_no_overlap(name, dense, others)
 
 
 def rows_in_memory(x: Tensor) -> Tensor:
@@ -230,17 +239,17 @@ def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = Fal
     return shape[::-1] if transposed else shape
 
 
-def _check_output(output: str, named: Mapping[str, Any], rows: int, columns: int, blocks: Blocks) -> None:
-    flip = output == "transposed"
-    values, scales = named[f"the {output} values"], named[f"the {output} scales"]
+def _check_output(title: str, flip: bool, named: Mapping[str, Any], rows: int, columns: int, blocks: Blocks) -> None:
+    values, scales = named[f"the values of {title}"], named[f"the scales of {title}"]
     wanted = (
-        (f"the {output} values", values, torch.float8_e4m3fn, (columns, rows) if flip else (rows, columns)),
-        (f"the {output} scales", scales, torch.float32, scales_shape(rows, columns, blocks, flip)),
+        (f"the values of {title}", values, torch.float8_e4m3fn, (columns, rows) if flip else (rows, columns)),
+        (f"the scales of {title}", scales, torch.float32, scales_shape(rows, columns, blocks, flip)),
     )
     for name, tensor, dtype, shape in wanted:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise InvalidInputError(
-                f"{name} must be {dtype} {shape} for such an x, but they are {tensor.dtype} {shape_of(tensor)}."
+                f"{name} must be {dtype} {shape} for such an x, but they are {tensor.dtype} {shape_of(tensor)}. Leave "
+                "out out to get fresh ones."
             )
 
 

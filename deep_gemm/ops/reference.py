@@ -77,10 +77,14 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
                 _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, epilogue)
 
 
-def batched_reference(a: Tensor, b: Tensor, d: Tensor) -> None:
-    """Write ``a[i] @ b[i]^T`` into each ``d[i]`` of d (batch, M, N), rounded once to d's dtype."""
-    for left, right, out in zip(a, b, d, strict=True):
-        half_gemm_reference(left, right, out)
+def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None, sfb: Tensor | None = None) -> None:
+    """Write ``a[i] @ b[i]^T`` into each ``d[i]`` of d (batch, M, N), rounded once to d's dtype. FP8 operands come with
+    their scales."""
+    for index, out in enumerate(d):
+        if sfa is None or sfb is None:
+            half_gemm_reference(a[index], b[index], out)
+        else:
+            fp8_gemm_reference(a[index], sfa[index], b[index], sfb[index], out)
 
 
 @contextlib.contextmanager
@@ -197,11 +201,12 @@ def k_grouped_reference(
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
     c: Tensor | None = None,
+    scaling: Scalings = ("1x128", "1x128"),
 ) -> None:
     """Write ``(c[g] +) A_g @ B_g^T`` into each ``d[g]`` of d (G, M, N). ``layout`` is K of each group. Without scales,
     a (K, M) and b (K, N) hold the groups' rows one after the other. With scales of 1 x 128, of shape (M, blocks) and
-    (N, blocks), a and b hold the groups' matrices (M, K_g) and (N, K_g) one after the other, and each group's scales
-    begin with a new block."""
+    (N, blocks), or for b of 128 x 128, of shape (ceil(N / 128), blocks), a and b hold the groups' matrices (M, K_g) and
+    (N, K_g) one after the other, and each group's scales begin with a new block."""
     groups, m, n = d.shape
     sizes = layout.tolist()
     start = first = 0
@@ -217,7 +222,6 @@ def k_grouped_reference(
                     x.flatten()[start * rows : (start + size) * rows].view(rows, size) for x, rows in ((a, m), (b, n))
                 )
                 of_a, of_b = ours
-                scaling: Scalings = ("1x128", "1x128")
                 fp8_gemm_reference(of_a, sfa[:, blocks], of_b, sfb[:, blocks], d[group], added, scaling)
                 first = blocks.stop
             start += size

@@ -57,6 +57,16 @@ def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Sca
     return known[values]
 
 
+def check_blocks(asked: Scalings | None, given: Mapping[str, Any], what: str) -> None:
+    """Refuse a recipe of other scales than those of blocks, where ``what`` has no others."""
+    if asked not in (None, BLOCKS):
+        name = "recipe" if given["recipe"] is not None else "recipe_b"
+        raise UnsupportedError(
+            f"{name} {tuple(given[name])} is not supported by {what}: only (1, {SCALE_BLOCK}, {SCALE_BLOCK}) is, one "
+            f"scale for each row and {SCALE_BLOCK} of K of a, and for each {SCALE_BLOCK} x {SCALE_BLOCK} block of b."
+        )
+
+
 def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
     """A recipe as a tuple of ``length`` positive integers, or an error that names the argument."""
     right = isinstance(recipe, (tuple, list, Sequence)) and len(recipe) == length

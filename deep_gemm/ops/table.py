@@ -71,6 +71,12 @@ K_PADDED = "k_grouped_fp8_gemm_nt_padded"
 BMM_FP8, BMM_BF16, BMM_FP16 = "fp8_bmm", "bf16_bmm", "fp16_bmm"
 """Batches of products."""
 
+ABSORBED = "bf16_bhd_hdr_bhr"
+"""`bf16_bmm` as `einsum` calls it for "bhd,hdr->bhr": N of b is contiguous."""
+
+SKIP_HEAD_MID = "fp8_gemm_nt_skip_head_mid"
+"""A dense product that leaves out columns of d."""
+
 SUM_BF16 = "bf16_bmk_bnk_mn"
 """The sum of a batch of products."""
 
@@ -102,14 +108,17 @@ PRODUCTS: dict[str, Product] = {
     K_FP8: _K_FP8,
     K_PADDED: _K_FP8,
     K_BF16: replace(_K_FP8, dtype="bf16", scaling=PLAIN, majors=("mn", "mn"), forms=("tn",)),
+    BMM_FP8: Product("e4m3", ("bf16",), BLOCKS, grouping="batched", helpers=_TRANSPOSES[:1]),
     BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
     BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
+    ABSORBED: Product("bf16", ("bf16", "f32"), majors=("k", "mn"), grouping="batched"),
+    SKIP_HEAD_MID: Product("e4m3", ("bf16",), BLOCKS, grouping="heads", helpers=_TRANSPOSES),
     SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
 }
-NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "batched", "summed"))
+NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed", "heads"))
 """Operations that layers can run."""
 
-M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping != "none")
+M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping not in ("none", "batched"))
 """Operations with groups along M."""
 
 

@@ -255,9 +255,9 @@ def forget_all() -> None:
 
 
 def _forget_readers(names: Collection[str]) -> None:
-    """Forget the calls of operations that read one of these settings."""
+    """Forget the calls of operations that read one of these settings. All calls are ranges of NVTX, or none is."""
     for calls in list(Calls.every):
-        if not set(names).isdisjoint(calls.operation.settings):
+        if not set(names).isdisjoint((*calls.operation.settings, "nvtx")):
             calls.forget()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import atexit
 import collections
+import functools
 import math
 import os
 import time
@@ -287,28 +288,38 @@ def monitor(every: int = 16) -> Monitor:
 
 
 class Watched:
-    """A replay whose calls a series counts."""
+    """A replay whose calls are made by ``call``, such as `Series.call`."""
 
-    def __init__(self, replay: Call, series: Series) -> None:
+    def __init__(self, replay: Call, call: Callable[..., None]) -> None:
         self.constant, self.device, self.fits = replay.constant, replay.device, replay.fits
-        self._replay, self._series = replay, series
+        self._replay, self._call = replay, call
 
     def is_for(self, key: Any) -> bool:
         return self._replay.is_for(key)
 
     def record(self) -> Callable[[], None]:
-        call, count = self._replay.record(), self._series.call
-        return lambda: count(call)
+        record, call = self._replay.record(), self._call
+        return lambda: call(record)
 
     def __call__(self, at: Places) -> None:
-        self._series.call(self._replay, at)
+        self._call(self._replay, at)
 
 
 def watch(replay: Call, operation: Operation, x: Any, config: str, kernel: str) -> Call:
-    """``replay``, or while there is a monitor a wrapper that counts its calls."""
+    """``replay``, or while there is a monitor a wrapper that counts its calls; with DG_NVTX they are ranges."""
     for monitor in _active:
-        replay = Watched(replay, _series(monitor, operation, x, config, kernel))
+        replay = Watched(replay, _series(monitor, operation, x, config, kernel).call)
+    if settings.nvtx:
+        replay = Watched(replay, functools.partial(_in_range, f"{operation.name} {operation.shape(x)} {config}"))
     return replay
+
+
+def _in_range(name: str, function: Callable[..., object], *arguments: Any) -> None:
+    torch.cuda.nvtx.range_push(name)
+    try:
+        function(*arguments)
+    finally:
+        torch.cuda.nvtx.range_pop()
 
 
 def run(operation: Operation, x: Any, config: str, function: Callable[[Any], None]) -> None:

@@ -32,6 +32,7 @@ _TYPES = {
     "str | None": "str?",
     "tuple[int, int] | None": "int[]?",
     "tuple[int, int, int] | None": "int[]?",
+    "tuple[int, int, int]": "int[]",
 }
 _PAIR = "tuple[Tensor, Tensor]"
 
@@ -133,7 +134,8 @@ def _parts(parameter: Parameter) -> list[tuple[str, str]]:
 
 
 def _default(parameter: Parameter) -> str:
-    return f'="{parameter.default}"' if isinstance(parameter.default, str) else f"={parameter.default}"
+    default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+    return f'="{default}"' if isinstance(default, str) else f"={default}"
 
 
 def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:

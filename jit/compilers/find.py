@@ -156,7 +156,13 @@ def _best(candidates: list[_Candidate]) -> _Candidate | None:
 
 
 def _mark(candidates: list[_Candidate], pick: _Candidate | None) -> list[_Candidate]:
-    return [replace(c, found=replace(c.found, chosen=True)) if c is pick else c for c in candidates]
+    def told(c: _Candidate) -> Found:
+        known = not c.found.usable or c.rank[:1] == (0,) or (settings.use_nvrtc and c.found.kind == "nvcc")
+        if c is pick or pick is None or known:
+            return replace(c.found, chosen=c is pick)
+        return replace(c.found, why=f"usable, but {pick.found.path} comes first")
+
+    return [replace(c, found=told(c)) for c in candidates]
 
 
 def _judge_nvcc(path: str) -> _Candidate:

@@ -2,7 +2,6 @@
 #pragma once
 #include "types.cuh"
 
-using f32 = float;
 using f64 = double;
 using i8 = signed char;
 using i32 = int;

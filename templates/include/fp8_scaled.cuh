@@ -20,7 +20,7 @@ struct Fp8ScaledLayout {
   enum : u32 { kSlices = kBlockM / (64 * kConsumers), kScaling = Tile::kScaling };
   static_assert(kSlices * 64 * kConsumers == kBlockM && kBlockN % 16 == 0);
   // Whether a consumer idles while it has no rows of a tile, since a group ends before them.
-  enum : bool { kIdles = Tile::kGrouping != kUngrouped && Tile::kGrouping != kAlongK && kConsumers > 1 };
+  enum : bool { kIdles = has_table(Tile::kGrouping) && Tile::kGrouping != kAlongK && kConsumers > 1 };
   static_assert(!kIdles || Tile::kPartials == 1, "ptxas would serialise the products of two sets of partial sums");
 
   // With groups along K each group is a matrix of its own, and each has tensor maps, whose boxes have 64 rows. With other groups
@@ -45,7 +45,7 @@ struct Fp8ScaledLayout {
   enum : u32 { kOffsetRows = kOffsetStaging + (Tile::kTmaStore ? +Store::kBytes : 0) };
   enum : u32 { kOffsetColumns = kOffsetRows + kStages * kRowBytes };
   enum : u32 { kOffsetGroups = kOffsetColumns + 2 * kStages * kColumnBytes };
-  enum : u32 { kOffsetBarriers = kOffsetGroups + (kGrouping == kUngrouped ? 0 : +Table::kBytes), kOffsetSlots = kOffsetBarriers };
+  enum : u32 { kOffsetBarriers = kOffsetGroups + (has_table(kGrouping) ? +Table::kBytes : 0), kOffsetSlots = kOffsetBarriers };
   enum : u32 { kSharedBytes = kOffsetBarriers + Barriers::kBytes };
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 };
@@ -99,8 +99,8 @@ struct Fp8Scaled {
   // Whether they are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
   enum : bool { kScalesEarly = Mainloop::kParts == 1 && Mma::kN <= 128 };
 
-  // The group of a tile's matrix D; empty where all tiles are in one. As a number that is always 0 it cost a lambda capture too
-  // many: NVVM then kept the main loop in local memory, and ptxas serialised the products (128x256, 1D2D, one staging buffer).
+  // The group of a tile's matrix D; empty where all tiles are in one, or where only the store warp needs it. As a number that is
+  // always 0 it cost a lambda capture too many: NVVM then kept the main loop in local memory, and ptxas serialised the products (128x256, 1D2D, one staging buffer).
   template <bool kEach, class = void>
   struct MatrixOf {
     using Type = Index<0>;
@@ -109,7 +109,8 @@ struct Fp8Scaled {
   struct MatrixOf<true, T> {
     using Type = u32;
   };
-  using Matrix = typename MatrixOf<Kernel::kByDepth>::Type;
+  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) };
+  using Matrix = typename MatrixOf<kNeedsMatrix>::Type;
 
   Kernel kernel;
 
@@ -130,8 +131,17 @@ struct Fp8Scaled {
 
   DG_DEVICE u32 staging() const { return kernel.shared + Layout::kOffsetStaging; }
 
+  // The blocks of K of a tile; with groups along K those of its group.
+  DG_DEVICE typename Layout::Order blocks_of(const Scheduler& tile) const {
+    if constexpr (Kernel::kByDepth) {
+      return {tile.depth, 0, 0};
+    } else {
+      return kernel.order();
+    }
+  }
+
   DG_DEVICE typename Weights::Part part(const Scheduler& tile) const {
-    typename Weights::Part found{{}, kernel.order()};
+    typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
     for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = tile.column / 128 + scale;
     return found;
@@ -150,9 +160,11 @@ struct Fp8Scaled {
     }
   }
 
-  // Starts loading B's scales of 128 x 128 blocks for a tile. Those of each group are a matrix of their own.
+  // Starts loading B's scales of 128 x 128 blocks for a tile. Those of each group are a matrix of their own, or along K some columns.
   DG_DEVICE void fetch_blocks(Weights& weights, const Scheduler& tile) const {
-    if constexpr (Kernel::kGrouped) weights.base = kernel.arg.scale_b + tile.group * kernel.arg.scale_b_stride_g;
+    const auto& arg = kernel.arg;
+    if constexpr (Kernel::kByRows || Kernel::kBatched) weights.base = arg.scale_b + tile.group * arg.scale_b_stride_g;
+    if constexpr (Kernel::kByDepth) weights.base = arg.scale_b + tile.first_k * arg.scale_b_stride_k;
     weights.go_on(part(tile));
   }
 
@@ -254,9 +266,15 @@ struct Fp8Scaled {
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
-          const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
-          Out::store(kernel.arg.d, index, pair[0]);
-          if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
+          if constexpr (Kernel::kHeads) {
+            const auto& heads = *kernel.arg.heads;
+            Out::store(kernel.arg.d, y * kernel.arg.d_stride + heads.place(x), pair[0]);
+            if (x + 1 < kernel.n()) Out::store(kernel.arg.d, y * kernel.arg.d_stride + heads.place(x + 1), pair[1]);
+          } else {
+            const i64 index = kernel.d_matrix(matrix) + y * kernel.arg.d_stride + x;
+            Out::store(kernel.arg.d, index, pair[0]);
+            if (x + 1 < kernel.n()) Out::store(kernel.arg.d, index + 1, pair[1]);
+          }
         });
       }
     }
@@ -276,7 +294,7 @@ struct Fp8Scaled {
   }
 
   static DG_DEVICE Matrix matrix_of(const Scheduler& tile) {
-    if constexpr (Kernel::kByDepth) {
+    if constexpr (kNeedsMatrix) {
       return tile.group;
     } else {
       return {};
@@ -312,8 +330,10 @@ struct Fp8Scaled {
         [&](const Scheduler& at, u32 source, u32 x, u32 y, bool) {
           if constexpr (Kernel::kByDepth && Tile::kAccumulate == kReduces) {
             if (at.depth > 0) tma_add_3d(arg.map_d, source, x, y, at.group);  // D stays as it is, -0 and subnormals too
-          } else if constexpr (Kernel::kByDepth) {
+          } else if constexpr (Kernel::kManyD) {
             tma_store_3d(arg.map_d, source, x, y, at.group);
+          } else if constexpr (Kernel::kHeads) {
+            tma_store(arg.map_d, source, arg.heads->place(x), y, LatePolicy{(arg.evict_first & kEvictD) != 0});
           } else if constexpr (Tile::kAccumulate == kReduces) {
             tma_add(arg.map_d, source, x, y);
           } else {

@@ -1,5 +1,6 @@
 // The product of fp8_scaled.cuh with operands swapped, for few tokens: weights (B) are the M of wgmma and tokens (A) its N. With 1D2D
-// scales or scales of whole rows; K can be split over the consumers of a CTA and over the CTAs of a cluster.
+// scales or scales of whole rows; K can be split over the consumers of a CTA and over the CTAs of a cluster. With 1D2D it may be a
+// batch of products.
 #pragma once
 #include "fp8_mainloop.cuh"
 #include "gemm_kernel.cuh"
@@ -9,9 +10,9 @@
 
 template <class Constants, class MmaType>
 struct Fp8ScaledSwappedLayout {
-  enum : u32 { kGrouping = kUngrouped };
-  enum : bool { kMapsOfGroups = false };
   using Tile = Constants;
+  enum : u32 { kGrouping = Tile::kGrouping };
+  enum : bool { kMapsOfGroups = false };
   using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = 64, kBlockK = 128, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
   enum : u32 { kClusterM = 1, kClusterN = 1, kClusterK = Tile::kClusterK, kConsumersK = kConsumers };
@@ -20,7 +21,7 @@ struct Fp8ScaledSwappedLayout {
 
   using A = OperandTile<kBlockM, false, 1, false, 1>;
   using B = OperandTile<kBlockN, false, 1, false, 1>;
-  using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK>;
+  using Scheduler = TileScheduler<kBlockM, kBlockN, 1, 1, kClusterK, kGrouping == kBatched>;
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
   using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
@@ -98,6 +99,7 @@ struct Fp8ScaledSwapped {
   DG_DEVICE void fetch(Scaling& scaling, const Scheduler& tile, u32 turn, u32 lane) const {
     if (!tile.valid()) return;
     if constexpr (kScaling == k1D2D) {
+      if constexpr (Kernel::kBatched) scaling.weights.base = kernel.arg.scale_b + tile.group * kernel.arg.scale_b_stride_g;
       scaling.weights.go_on(part(tile, turn));
     } else {
       scaling.fetch(tile.row + lane % 4 * 2);
@@ -121,6 +123,8 @@ struct Fp8ScaledSwapped {
     while (tile.valid()) {
       mainloop.multiply(sum, blocks, [] {});
       const u32 row = tile.row, column = tile.column;
+      u32 matrix = 0;
+      if constexpr (Kernel::kBatched) matrix = tile.group;
       tile.advance();
       fetch(mainloop.scaling, tile, consumer, lane);
       const u32 active = ceil_div(min_of(kBlockM, kernel.m() - row), 8);
@@ -129,7 +133,7 @@ struct Fp8ScaledSwapped {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
       if constexpr (kScaling == kRowwise) scale(sum, column + warp * 16 + lane / 4, wanted);
-      Ending::store(kernel, sum, row, column, staging, split, warp, lane, wanted);
+      Ending::store(kernel, sum, row, column, staging, split, warp, lane, wanted, matrix);
     }
   }
 

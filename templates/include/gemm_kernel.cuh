@@ -7,6 +7,7 @@
 #pragma once
 #include "barrier.cuh"
 #include "groups.cuh"
+#include "loaders.cuh"
 #include "operand.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
@@ -52,6 +53,7 @@ struct GemmKernel {
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   // Whether each product has a matrix D, and whether tensor maps of A and B have a third dimension, the product.
   enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = Layout::kGrouping == ::kSummed };
+  enum : bool { kHeads = Layout::kGrouping == ::kHeads };
   enum : bool { kManyD = kByDepth || kBatched, kManyAB = kBatched || kSummed };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
@@ -327,13 +329,14 @@ struct GemmKernel {
     ProducerCursor cursor;
     const Order order = this->order();
     const u16 sharing = sharing_a();
+    const bool late = !kGrouped && starts_next_late(m(), k(), Layout::kBlockM);
     for (; tile.valid(); tile.advance()) {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
       const u32 bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
       A::with_boxes(from, tile.row, part_a(), [&](const auto& each_box) {
         wait_for_previous_kernel();
-        allow_next_kernel();
+        if (!late) allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
           barrier_arrive_expect(barriers.full(stage), bytes);
           load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step),
@@ -341,6 +344,7 @@ struct GemmKernel {
         });
       });
     }
+    if (late) allow_next_kernel();
   }
 
   template <bool kMulticast, class EachBox, class... Policy>

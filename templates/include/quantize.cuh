@@ -2,6 +2,7 @@
 // 448, or the next power of two. Scales below 2^-128 would have no reciprocal in float32: except for 0, they count as that. Every
 // step is an IEEE float32 operation, so that torch computes the same bytes (see quantisation.py).
 #pragma once
+#include "activation.cuh"
 #include "barrier.cuh"
 
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
@@ -205,13 +206,7 @@ DG_DEVICE void load_rows(const QuantizedInput& from, u32 row, u32 column, EightE
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r)
 #pragma unroll
-      for (u32 i = 0; i < 8; ++i) {
-        const float x = element(words[r], i);
-        float power, sigmoid;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(sigmoid) : "f"(1.0f + power));
-        v[r].words[i] = __float_as_uint(x * sigmoid * element(others[r], i));
-      }
+      for (u32 i = 0; i < 8; ++i) v[r].words[i] = __float_as_uint(silu(element(words[r], i)) * element(others[r], i));
   }
 }
 

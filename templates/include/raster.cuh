@@ -40,6 +40,14 @@ struct Raster {
   }
 };
 
+// Where columns of a product lie in a D whose heads have columns more in the middle: each `head` of the product's columns ends with
+// `right` columns that come after `mid` others.
+struct HeadColumns {
+  Divisor head;
+  u32 mid, right;
+  DG_DEVICE u32 place(u32 column) const { return column + head.quotient(column + right) * mid; }
+};
+
 // The order of tiles of several products of equal size: those of one product after the other, each product's in the same order.
 struct BatchRaster {
   u32 count;     // tiles in all

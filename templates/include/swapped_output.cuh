@@ -11,10 +11,11 @@ struct SwappedOutput {
   enum : u32 { kBlockM = Layout::kBlockM, kSplits = Layout::kClusterK * Layout::kConsumersK };
   using Sums = float[1][kBlockM / 2];
 
-  // Stores the chunks that are wanted of a tile whose first token is `row` and whose first weight is `column`.
+  // Stores the chunks that are wanted of a tile whose first token is `row` and whose first weight is `column`, in the matrix D of a
+  // product.
   template <class Kernel, class Wanted>
   static DG_DEVICE void store(const Kernel& kernel, Sums& sum, u32 row, u32 column, u32 staging, u32 split, u32 warp, u32 lane,
-                              const Wanted& wanted) {
+                              const Wanted& wanted, u32 matrix = 0) {
     const auto& arg = kernel.arg;
     if constexpr (Tile::kAccumulate == kReads) {
       each(kernel, sum, row, column, warp, lane, wanted,
@@ -25,11 +26,11 @@ struct SwappedOutput {
       Store::stage(staging, sum, warp, lane, wanted);
       __syncwarp();
       const u32 token = row + (kSplits == 1 ? 0 : split * Layout::Exchange::kOwned * 8);
-      Store::copy(staging, reinterpret_cast<u16*>(arg.d), arg.d_stride, token, column, min_of(kernel.m(), row + kBlockM),
-                  kernel.n(), warp, lane);
+      Store::copy(staging, reinterpret_cast<u16*>(arg.d) + kernel.d_matrix(matrix), arg.d_stride, token, column,
+                  min_of(kernel.m(), row + kBlockM), kernel.n(), warp, lane);
     } else {
       each(kernel, sum, row, column, warp, lane, wanted,
-           [&](float value, u32 y, u32 x) { Out::store(arg.d, y * arg.d_stride + x, value); });
+           [&](float value, u32 y, u32 x) { Out::store(arg.d, kernel.d_matrix(matrix) + y * arg.d_stride + x, value); });
     }
   }
 

@@ -26,8 +26,12 @@ struct TileScales {
             row -= tile.group * kernel.m();
             block += tile.group * order.blocks;
           }
-          tma_load(kernel.shared + Layout::kOffsetRows + stage * Layout::kRowBytes, kernel.arg.map_scale_a, barriers.full(stage),
-                   row, block);
+          const u32 rows = kernel.shared + Layout::kOffsetRows + stage * Layout::kRowBytes;
+          if constexpr (Kernel::kBatched) {
+            tma_load_3d(rows, kernel.arg.map_scale_a, barriers.full(stage), row, block, tile.group);
+          } else {
+            tma_load(rows, kernel.arg.map_scale_a, barriers.full(stage), row, block);
+          }
           if constexpr (kColumns) {
             const u32 slot = stage + (cursor.round & 1) * Layout::kStages;
             tma_load(kernel.shared + Layout::kOffsetColumns + slot * Layout::kColumnBytes, kernel.arg.map_scale_b,

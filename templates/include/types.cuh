@@ -6,6 +6,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
+using f32 = float;
 
 #define DG_DEVICE __device__ __forceinline__
 

@@ -244,6 +244,9 @@ STATIC_SHARED = {
 
 def static_shared(params: KernelParams) -> int:
     """Bytes of static shared memory, which are not part of the launch."""
+    if params.kernel == "rows":  # a sum for each warp, if several share a row; and one of squares
+        warps = params.config.num_threads // 32 if params.config.tile[0] == 1 else 0
+        return 4 * warps * {"rms_norm": 1, "layer_norm": 2}.get(str(params.options[0]), 0)
     if params.kernel != "quantize":
         return STATIC_SHARED.get(params.kernel, 0)
     cast = Variant(*params.options)  # type: ignore[arg-type]

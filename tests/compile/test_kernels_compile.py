@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 import pytest
-from chosen import FAMILIES, PLAIN, SWAPPED, find_config, make_params
+from chosen import FAMILIES, PLAIN, SWAPPED, case, find_config, make_params
 from house import as_recorded
 from kernel_builds import (
     Builds,
@@ -30,6 +30,7 @@ from listings import instructions
 from deep_gemm import kernels
 from deep_gemm.jit import sass
 from deep_gemm.kernels import ffma_bursts as bursts
+from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED
 from deep_gemm.kernels.template import turns
 from deep_gemm.kernels.tiles import segments
 from deep_gemm.log import log
@@ -48,6 +49,9 @@ GEMMS = [params for family in FAMILIES for params in family.cases()]
 # are allowed: 128x192 tiles with such moves took 0 to 2% less time on an H200 than without (four shapes, single calls
 # in turns).
 LOOPS = [
+    case(FP8_BATCHED, 128, 256, (2, 1), 1, 1),
+    case(FP8_BATCHED_SWAPPED, 8, 1, 1, 2),
+] + [
     make_params(config)
     for config in (
         find_config(PLAIN, block_m=256, block_n=128),

@@ -13,6 +13,7 @@ import half_mutations
 import logits_mutations
 import mutations
 import pytest
+import rows_mutations
 import scaled_mutations
 from headers import edited_headers
 from kernel_builds import open_compiler, ptx
@@ -31,6 +32,7 @@ MODULES: tuple[Any, ...] = (
     half_mutations,
     logits_mutations,
     batched_mutations,
+    rows_mutations,
 )
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 

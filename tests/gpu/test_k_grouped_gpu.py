@@ -8,20 +8,21 @@ from typing import Any
 import pytest
 import torch
 from gpu_cases import DEVICE
-from k_grouped_cases import exact, in_one_matrix, operands, sizes
+from k_grouped_cases import MIXED_RECIPE, exact, in_one_matrix, operands, sizes
 
 import deep_gemm
 from deep_gemm.ops.table import K_BF16, K_FP8
 from deep_gemm.testing import guarded, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-KINDS = ("fp8", "bf16")
+KINDS = ("fp8", "mixed", "bf16")
 MIXED = [128, 0, 384, 16, 240, 0]
 """Groups without K, of whole blocks, and that end inside one. FP8 takes multiples of 16."""
 
 
 def call(kind: str, a: Any, b: Any, d: torch.Tensor, layout: torch.Tensor, c: torch.Tensor | None = None) -> None:
-    getattr(deep_gemm, K_FP8 if kind == "fp8" else K_BF16)(a, b, d, None, layout, c)
+    recipe = {"recipe": MIXED_RECIPE} if kind == "mixed" else {}
+    getattr(deep_gemm, K_BF16 if kind == "bf16" else K_FP8)(a, b, d, None, layout, c, **recipe)
 
 
 @pytest.mark.parametrize("adds", ["nothing", "in place", "c"])
@@ -56,12 +57,11 @@ def test_what_lies_in_other_groups_does_not_matter(kind: str) -> None:
     starts = [sum(ks[:group]) for group in range(len(ks))]
     for poisoned in (1, 3):
         for rows, x in ((m, a), (n, b)):
-            values = x[0] if kind == "fp8" else x
             where = slice(starts[poisoned], starts[poisoned] + ks[poisoned])
-            if kind == "fp8":
-                values[where.start * rows : where.stop * rows] = float("nan")
+            if kind == "bf16":
+                x[where] = float("nan")
             else:
-                values[where] = float("nan")
+                x[0][where.start * rows : where.stop * rows] = float("nan")
     d = torch.empty(len(ks), m, n, device=DEVICE)
     call(kind, a, b, d, sizes(ks))
     for group in (0, 2):
@@ -98,6 +98,7 @@ def test_repeats_give_the_same_bits(kind: str) -> None:
     else:
         values = make.t().contiguous().to(torch.float8_e4m3fn).flatten()
         a = b = (values, torch.rand(768, sum(ks) // 128, device=DEVICE))
+        b = (values, b[1][::128]) if kind == "mixed" else b
     found = []
     for _ in range(20):
         d = torch.ones(len(ks), 768, 768, device=DEVICE)
@@ -125,19 +126,21 @@ def test_a_graph_is_replayed_with_other_sizes(kind: str) -> None:
         assert torch.equal(d, exact(kind, a, b, ks, m, n).float()), ks
 
 
+@pytest.mark.parametrize("kind", ["fp8", "mixed"])
 @pytest.mark.parametrize("adds", [False, True])
-def test_parts_of_one_matrix_give_the_same_bits(adds: bool) -> None:
+def test_parts_of_one_matrix_give_the_same_bits(adds: bool, kind: str) -> None:
     """Padding, of values and of scales, is NaN. Sizes need not be multiples of anything."""
     for ks in (MIXED, [5, 0, 131, 1, 128], [0, 0], [300]):
         m, n = 200, 328
-        a, b = operands("fp8", m, n, ks)
+        a, b = operands(kind, m, n, ks)
         one_a, one_b = (in_one_matrix(x, rows, ks) for x, rows in ((a, m), (b, n)))
         before = torch.randint(-9, 10, (len(ks), m, n), device=DEVICE).float()
         d = guarded_copy(before)
         c = d.tensor if adds else None
-        deep_gemm.k_grouped_fp8_gemm_nt_padded(one_a, one_b, d.tensor, sizes(ks), c)
+        recipe = {"recipe": MIXED_RECIPE} if kind == "mixed" else {}
+        deep_gemm.k_grouped_fp8_gemm_nt_padded(one_a, one_b, d.tensor, sizes(ks), c, **recipe)
         d.check("d")
-        assert torch.equal(d.tensor, exact("fp8", a, b, ks, m, n, before if adds else None).float())
+        assert torch.equal(d.tensor, exact(kind, a, b, ks, m, n, before if adds else None).float())
 
 
 @cuda_only

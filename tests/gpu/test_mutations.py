@@ -10,8 +10,10 @@ import batched_mutations
 import grouped_mutations
 import grouped_runs
 import half_mutations
+import head_cases
 import mutations
 import pytest
+import rows_mutations
 import scaled_mutations
 import torch
 from forced import DTYPES, assert_right, compiled, force, force_gemm, load, nvrtc, operands
@@ -101,7 +103,13 @@ def grouped(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
 
 
 def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
-    return {"result": batched_cases.is_right(params, builder)}
+    run = head_cases if params.grouping == "heads" else batched_cases
+    return {"result": run.is_right(params, builder)}
+
+
+def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    (run,) = (run for run in rows_mutations.RUNS.values() if run.params == params)
+    return {"result": run.is_right(load(params, binary))}
 
 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
@@ -110,6 +118,7 @@ ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool
     half_mutations: half,
     grouped_mutations: grouped,
     batched_mutations: batched,
+    rows_mutations: rows,
 }
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

@@ -44,7 +44,9 @@ def test_the_backends_have_the_operations() -> None:
 SMALL = {
     op: (3, 40, 24, 48) if op.startswith("m_") else (3, 256, 40, 24) if op.startswith("k_") else (5, 24, 48)
     for op in backends.operation_names()
-} | {"fp8_mqa_logits": (40, 300), "fp8_paged_mqa_logits": (3, 2, 200), "tf32_hc_prenorm_gemm": (40, 256)}
+}
+SMALL |= {"fp8_mqa_logits": (40, 300), "fp8_paged_mqa_logits": (3, 2, 200), "tf32_hc_prenorm_gemm": (40, 256)}
+SMALL |= {op: (5, 3, 272, 136) for op in backends.operation_names() if "einsum" in op}
 
 
 @pytest.mark.parametrize("op", SMALL)
@@ -274,6 +276,8 @@ def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, mon
         ("fp8_paged_mqa_logits", "fp8_paged_mqa_logits", False, {"clean_logits": False}),
         ("fp8_paged_mqa_logits", "fp8_fp4_paged_mqa_logits", True, {}),
         ("tf32_hc_prenorm_gemm", "tf32_hc_prenorm_gemm", False, {}),
+        ("einsum_bhd_hdr_bhr", "einsum", False, {}),
+        ("fp8_einsum", "fp8_einsum", False, {}),
     ],
 )
 def test_deepgemms_logits_and_product_have_our_operands(

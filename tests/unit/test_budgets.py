@@ -15,8 +15,8 @@ from census import dense_layers
 import deep_gemm
 from deep_gemm.aot import attention
 from deep_gemm.aot.build import choose
-from deep_gemm.aot.layers import Layer
-from deep_gemm.aot.workload import plan, shapes
+from deep_gemm.aot.layers import BATCHED_OPS, Layer
+from deep_gemm.aot.workload import for_every_m, plan, shapes
 from deep_gemm.arch import SM90
 from deep_gemm.bench.shapes import DEEPSEEK_V3
 from deep_gemm.jit.compilers import Compiler
@@ -53,7 +53,19 @@ def test_few_kernels_serve_a_model_with_its_experts() -> None:
     grouped = [params for params in found if params.kernel == "sm90_fp8_grouped"]
     assert 40 <= len(found) <= BUDGETS["serving_kernels"]
     assert 3 <= len(grouped) <= BUDGETS["expert_kernels"]
+    batched = [params for params in found if params.grouping == "batched"]
+    assert 3 <= len(batched) <= BUDGETS["batched_kernels"]
     assert {params.grouping for params in grouped} == {"contiguous", "psum", "masked"}
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_few_kernels_serve_the_products_of_each_head(tp: int) -> None:
+    """Of MLA (DeepSeek-V3), for every M."""
+    layers = [layer for layer in plan(DEEPSEEK_V3, tp).served if layer.op in BATCHED_OPS]
+    work = choose(shapes(for_every_m(layers, 16384), ()))
+    assert len(layers) == 2
+    assert not work.impossible
+    assert 3 <= len(work.kernels) <= BUDGETS["batched_kernels"]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from jit_fakes import DESCRIBED
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import CUBIN, META, SOURCE, Address
+from deep_gemm.jit.cache.files import Folder
 from deep_gemm.log import reset_warnings
 
 VARIANTS = 10_000
@@ -146,6 +147,40 @@ def test_no_corrupted_variant_is_loaded_or_raises(
             # else may be accepted, and in the cubin not one bit.
             assert (loaded.cubin, loaded.meta) == (CONTENT, whole.meta), files
             assert (files[CUBIN], files[SOURCE]) == (good[CUBIN], good[SOURCE]), files
+
+
+class Died(BaseException):
+    """As from a signal that ends the process."""
+
+
+@pytest.mark.parametrize("files_written", [0, 1])
+def test_a_writer_that_dies_while_it_replaces_an_entry_leaves_none(
+    stored: tuple[DiskCache, dict[str, bytes], dict[str, bytes]],
+    files_written: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An old description beside a new cubin would be an entry that is damaged, of which each process warns."""
+    disk, good, _ = stored
+    real, written = Folder.publish, []
+
+    def publish(self: Folder, name: str, content: bytes, temporary: Folder) -> None:
+        if len(written) == files_written:
+            raise Died
+        real(self, name, content, temporary)
+        written.append(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "publish", publish)
+        with pytest.raises(Died):
+            disk.put(ADDRESS, good[SOURCE], CONTENT[::-1], NOTES)
+    assert written == [CUBIN][:files_written], "the source was there already"
+    later = DiskCache(disk.root)
+    assert (later.get(ADDRESS), later.info()["entries"], caplog.records) == (None, 0, [])
+    assert later.put(ADDRESS, good[SOURCE], CONTENT[::-1], NOTES) is not None
+    found = later.get(ADDRESS)
+    assert found is not None
+    assert (found.cubin, caplog.records) == (CONTENT[::-1], [])
 
 
 def test_no_depth_of_nesting_raises(stored: tuple[DiskCache, dict[str, bytes], dict[str, bytes]]) -> None:

@@ -94,7 +94,10 @@ def test_doctor() -> None:
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
     assert edited == {
+        "sm90_fp8_batched",
+        "sm90_fp8_batched_swapped",
         "sm90_fp8_gemm",
+        "sm90_fp8_heads",
         "sm90_fp8_swapped",
         "sm90_fp8_rows",
         "sm90_fp8_scaled",
@@ -178,6 +181,16 @@ def test_bench_sums_up_recorded_rows(tmp_path: Path) -> None:
     assert "64 x 576 x 7168" in result.output
 
 
+def test_the_help_of_bench_names_every_operation() -> None:
+    from deep_gemm.bench.shapes import TIMED_OPS
+
+    text = run("bench", "--help").output
+    for op in TIMED_OPS:
+        short = op[-3:] in ("_nt", "_nn", "_tn", "_tt") and not op.startswith("fp8")
+        assert (op[:-2] if short else f"{op} ") in text
+        assert op[-3:] in text or not short
+
+
 @pytest.mark.compile
 def test_inspect(cache_dir: Path) -> None:
     result = run("inspect", "64x576x7168", "--json", "--top", "3")
@@ -203,7 +216,7 @@ def test_a_layer_without_kernels_is_told_from_one_with() -> None:
     lines = run("precompile", "--shape", "8x512x7000", "--shape", "8x512x7168", "--dry-run").output.splitlines()
     served = {line.split(" x ")[1].split()[0]: line for line in lines if line.startswith("-")}
     assert " no: K must be" in served["7000"]
-    assert served["7168"].split()[-1] == "yes"
+    assert served["7168"].rstrip().endswith("yes, by fp8_gemm_nt")
 
 
 @pytest.mark.compile
@@ -254,17 +267,59 @@ def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.compile
-def test_inspect_fits_a_terminal_of_120_columns(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["16384x24576x7168", "--top", "5"],
+        ["16384x24576x7168", "--op", "bf16_gemm_nt"],
+        ["64x7168x2048", "--op", "m_grouped_fp8_gemm_nt_masked", "--groups", "32", "--expected-m", "8"],
+        ["64x129x64", "--op", "fp16_gemm_nt", "--num-sms", "78"],
+    ],
+    ids=["large", "bf16", "masked", "odd"],
+)
+def test_inspect_fits_a_terminal_of_80_columns(
+    arguments: list[str], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rich.console import Console
 
     from deep_gemm.cli import inspect
 
-    monkeypatch.setattr(inspect, "console", lambda: Console(highlight=False, width=120))
-    lines = run("inspect", "16384x24576x7168", "--top", "5").output.splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith("tile, stages"))
-    rows = lines[start + 1 : start + 6]
-    # A row that is wrapped leaves the first column of the next line empty.
-    assert all(row[:1].strip() and row.rstrip()[-1].isdigit() for row in rows), rows
+    monkeypatch.setattr(inspect, "console", lambda: Console(highlight=False, width=80))
+    text = run("inspect", *arguments).output
+    assert not re.search(r"True|False|\bnone\b|_us\b", text), text
+    lines = text.splitlines()
+    top = min(int(re.findall(r"best of (\d+) configs", text)[0]), 5 if "--top" in arguments else 8)
+    for title in ("best of", "their times"):
+        start = next(index for index, line in enumerate(lines) if line.startswith(title))
+        # A row that is wrapped leaves the first column of the next line empty.
+        rows = lines[start + 2 : start + 2 + top]
+        assert [row.split(" ")[0] for row in rows] == [str(number + 1) for number in range(top)], text
+        assert max(map(len, rows)) <= 80
+        assert lines[start + 2 + top].strip() == ""
+
+
+def test_compilers_are_readable_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from deep_gemm.cli import doctor
+
+    path = "/home/someone/environments/serving/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"
+    report = doctor.examine()
+    found = {
+        "kind": "nvrtc",
+        "version": "13.0",
+        "usable": True,
+        "chosen": True,
+        "path": path,
+        "why": "it is the newest",
+    }
+    monkeypatch.setattr(doctor, "console", lambda: Console(highlight=False, width=80, force_terminal=True))
+    monkeypatch.setattr(doctor, "examine", lambda: report | {"compilers": [found]})
+    lines = [line.rstrip() for line in run("doctor").output.splitlines()]
+    start = lines.index("compilers") + 1
+    assert lines[start].startswith("-> nvrtc 13.0     /home/someone")
+    # The path and its reason have the whole line, not a column of 25 characters each.
+    assert lines[start + 1].endswith("libnvrtc.so.13 is used: it is the newest")
 
 
 def test_a_summary_is_a_line_and_a_binary_has_no_bytes_in_it() -> None:

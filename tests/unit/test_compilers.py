@@ -216,6 +216,7 @@ def test_a_loaded_nvrtc_comes_first(machine: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(find, "_loaded", lambda: [loaded])
     assert choose().path == loaded
     assert why(loaded) == "this process has loaded it already"
+    assert why(new) == f"usable, but {loaded} comes first"
 
 
 COMPILES = f"""\

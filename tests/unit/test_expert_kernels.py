@@ -196,6 +196,8 @@ def test_the_command_lists_experts(tmp_path: Path) -> None:
     report = run("precompile", "--model", str(path), "--ep", "64", "--max-m", "2", "--dry-run", "--json")
     assert {layer["op"]: layer["m"] for layer in report["layers"]} == {
         "fp8_gemm_nt": "every M to 2",
+        "bf16_bhd_hdr_bhr": "every M to 2",
+        "bf16_bmm": "every M to 2",
         FP8[0]: f"every M to {2 * 64 * 8 + 5 * 127}",
         FP8[1]: f"every M to {2 * 64 * 8 + 5 * 127}",
         FP8[2]: "every M to 128",

@@ -15,7 +15,7 @@ from model_cases import LLAMA_8B, runs
 import deep_gemm
 from deep_gemm import ops, select
 from deep_gemm.aot import build, model, workload
-from deep_gemm.aot.layers import FP8, FP8_OPS, GROUPED_OPS, OPS, Layer
+from deep_gemm.aot.layers import ABSORBED, BATCHED, BATCHED_OPS, FP8, FP8_OPS, GROUPED_OPS, OPS, Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -25,7 +25,10 @@ BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
 
 
 def test_operations_are_those_that_exist() -> None:
-    assert {*FP8_OPS, *OPS.values(), *GROUPED_OPS} == set(ops.NAMES)
+    assert {*FP8_OPS, *OPS.values(), *GROUPED_OPS, *BATCHED_OPS} == set(ops.NAMES)
+    assert ops.PRODUCTS[ABSORBED].majors == ("k", "mn")
+    for alone, each in BATCHED.items():
+        assert (ops.PRODUCTS[each].grouping, ops.PRODUCTS[each].dtype) == ("batched", ops.PRODUCTS[alone].dtype)
     assert FP8 == ops.DEFAULT
 
 

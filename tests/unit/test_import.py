@@ -31,7 +31,7 @@ NAMES = [
     *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
     *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
     *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
-    "quantize",
+    *("fused", "quantize"),
     *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
 ]
 

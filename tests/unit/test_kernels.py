@@ -78,8 +78,8 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
             own = plain and scaling == "rowwise" and spec.d.aligned
             names = {"sm90_fp8_rows" if own else "sm90_fp8_scaled"}
             names |= set() if scaling == "1d1d" else {"sm90_fp8_scaled_swapped"}
-    elif known and fp8 and scaling == "1d2d" and plain and not alone and not batched:
-        names = {"sm90_fp8_grouped"}
+    elif known and fp8 and scaling == "1d2d" and plain and not alone:
+        names = {"sm90_fp8_batched", "sm90_fp8_batched_swapped"} if batched else {"sm90_fp8_grouped"}
     elif known and half and alone and spec.d.dtype in ("bf16", "f32"):
         names = {"sm90_half_gemm"} | ({"sm90_half_swapped"} if spec.a.major == "k" else set())
         names |= {"sm90_half_turned"} if plain and spec.d.aligned else set()

@@ -43,6 +43,7 @@ LAYERS: list[tuple[str, ...]] = [
             "deep_gemm.batched",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
+            "deep_gemm.fused",
             "deep_gemm.grouped",
             "deep_gemm.layout",
             "deep_gemm.operators",
@@ -59,6 +60,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
     ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"),
     ("deep_gemm.aot.build",),
+    ("deep_gemm.nn",),
     # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
     ("deep_gemm.backends",),

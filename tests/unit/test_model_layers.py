@@ -20,6 +20,7 @@ from model_cases import (
     QWEN3_5,
     QWEN3_MOE,
     QWEN3_NEXT,
+    cast,
     of_experts,
     precompile,
     runs,
@@ -64,7 +65,8 @@ SIZES: dict[str, tuple[Config, int, str]] = {
         "experts.gate_up_proj 128x3072x5120 experts.down_proj 128x5120x1536"),
     "v3": (DEEPSEEK_V3, 8, ("qkv_a_proj 2112x7168 kv_a_proj 576x7168 q_b_proj 3072x1536 kv_b_proj 4096x512 "
                             "o_proj 7168x2048 mlp.gate_up_proj 4608x7168 mlp.down_proj 7168x2304 "
-                            "shared_expert.gate_up_proj 512x7168 shared_expert.down_proj 7168x256")),
+                            "shared_expert.gate_up_proj 512x7168 shared_expert.down_proj 7168x256 "
+                            "w_uk 16x512x128 w_uv 16x128x512")),
     "no blocks of scales": (LLAMA_8B | {"torch_dtype": "bfloat16"}, 32, "mlp.gate_up_proj 896x4096"),
     "ragged": (LLAMA_8B | {"num_key_value_heads": 1, "head_dim": 64, "num_attention_heads": 9}, 1, "qkv_proj 704x4096"),
     # Weights with ragged blocks stay apart where they come with scales.
@@ -84,8 +86,7 @@ SIZES: dict[str, tuple[Config, int, str]] = {
 WHOLE = ("llama", "qwen3-next", "qwen3.5")
 OPERATIONS: list[tuple[Config, str]] = [
     ({"torch_dtype": "bfloat16"}, BF16), ({"torch_dtype": "float16"}, FP16), ({"dtype": "bfloat16"}, BF16),
-    ({"torch_dtype": "torch.float16"}, FP16), ({"torch_dtype": "float32"}, FP8), ({"torch_dtype": None}, FP8),
-    ({"torch_dtype": 7}, FP8), ({}, FP8), ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
+    ({"torch_dtype": "torch.float16"}, FP16), ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
     *((quantised({}, **asked), ROWWISE) for asked in (
         groups(CHANNEL, ignore=["lm_head"]),
         groups(CHANNEL | {"weights": CHANNEL["weights"] | {"strategy": "tensor"}}),
@@ -128,7 +129,7 @@ EXPERTS: list[tuple[Config, int, int, str, int, str]] = [
     (QWEN3_MOE, 4, 1, BF16, 128, "384x2048 2048x192"), (QWEN3_MOE, 4, 4, BF16, 32, "1536x2048 2048x768"),
     (MIXTRAL, 2, 1, BF16, 8, "14336x4096 4096x7168"), (MINIMAX_M2, 1, 8, FP8, 32, "3072x3072 3072x1536"),
     (GLM_45, 4, 4, FP8, 40, "3072x5120 5120x1536"), (QWEN3_NEXT, 1, 16, FP8, 32, "1024x2048 2048x512"),
-    (MIXTRAL | {"torch_dtype": "float32"}, 1, 8, FP8, 1, "28672x4096 4096x14336"),
+    (quantised(MIXTRAL | {"torch_dtype": "float32"}), 1, 8, FP8, 1, "28672x4096 4096x14336"),
 ]
 # fmt: on
 
@@ -136,7 +137,7 @@ EXPERTS: list[tuple[Config, int, int, str, int, str]] = [
 @pytest.mark.parametrize("name", SIZES)
 def test_sizes_by_family_and_degree(name: str) -> None:
     config, tp, wanted = SIZES[name]
-    found = model.plan(config, tp)
+    found = model.plan(config, tp, op=cast(config))
     assert found.problems == ()
     assert sized(wanted).items() <= served(found).items()
     assert name not in WHOLE or served(found) == sized(wanted)
@@ -150,6 +151,58 @@ def test_a_config_says_what_its_layers_run(fields: Config, op: str) -> None:
     kept = op if "quantization_config" in fields else ""
     assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {kept or FP8}
     assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {kept or BF16}
+
+
+@pytest.mark.parametrize("fields", [{}, {"torch_dtype": "float32"}, {"torch_dtype": None}, {"dtype": 7}])
+def test_a_config_that_says_no_operation_is_a_problem(tmp_path: Path, fields: Config) -> None:
+    """It was taken for a model that is cast to FP8 when it is loaded, without a word."""
+    config = LLAMA_8B | fields
+    (problem,) = model.plan(config).problems
+    assert f"its dtype is {fields.get('torch_dtype')!r}, so which operation its layers run is not known" in problem
+    assert "--op: fp8_gemm_nt" in problem
+    for arguments, status in (((), 3), (("--op", FP8), 0), (("--op", BF16), 0), (("--allow-partial",), 0)):
+        result = precompile(tmp_path, config, "--dry-run", *arguments)
+        assert result.exit_code == status, result.output
+        assert ("is not known. Give it as op" in " ".join(result.output.split())) == ("--op" not in arguments)
+    with pytest.raises(UnsupportedError, match="which operation its layers run is not known"):
+        deep_gemm.precompile(config)
+
+
+def test_every_served_layer_names_the_function_that_it_runs(tmp_path: Path) -> None:
+    lines = precompile(tmp_path, quantised(LLAMA_8B), "--dry-run").output.splitlines()
+    assert [line.split("  ")[-1] for line in lines if "_proj" in line] == ["yes, by fp8_gemm_nt"] * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "status", "words"),
+    [
+        (
+            LLAMA_8B | {"torch_dtype": "bfloat16"},
+            3,
+            "training adds no kernel: gradients of bf16_gemm_nt are not compiled",
+        ),
+        (
+            quantised(LLAMA_8B, **groups(CHANNEL)),
+            3,
+            "gradients of fp8_gemm_nt_rowwise are not compiled ahead (qkv_proj,",
+        ),
+        (
+            quantised(LLAMA_8B | {"intermediate_size": 14344}),
+            3,
+            "the input gradient of mlp.gate_proj (14344 x 4096) has",
+        ),
+        (DEEPSEEK_V3, 0, "training gradients of m_grouped_fp8_gemm_nt_contiguous are not compiled ahead"),
+        (quantised(LLAMA_8B), 0, ""),
+    ],
+    ids=["bf16", "rows", "odd", "experts", "all"],
+)
+def test_training_says_which_gradients_it_leaves_out(tmp_path: Path, config: Config, status: int, words: str) -> None:
+    result = precompile(tmp_path, config, "--dry-run", "--training", "--m", "256")
+    text = " ".join(result.output.split())
+    assert (result.exit_code, words in text, "training" in text) == (status, True, bool(words)), result.output
+    if status:
+        with pytest.raises(UnsupportedError, match=r"training adds no kernel|K must be a multiple of 16"):
+            deep_gemm.precompile(config, training=True)
 
 
 def test_the_dtype_may_be_outside_of_the_language_model() -> None:
@@ -220,9 +273,9 @@ def test_an_indexer_needs_kernels_for_prompts_and_pages(heads: int, size: int, k
 
 def test_what_is_not_read_or_strange_is_a_problem() -> None:
     plain = {name: value for name, value in QWEN3_5.items() if name != "quantization_config"}
-    (problem,) = model.plan(plain).problems
+    (problem,) = model.plan(plain, op=FP8).problems
     assert problem.startswith("vision_config of the model's config is not read")
-    strange = model.plan(LLAMA_8B | {"layer_types": ["full_attention", "mamba", "sliding_attention"]})
+    strange = model.plan(LLAMA_8B | {"layer_types": ["full_attention", "mamba", "sliding_attention"]}, op=FP8)
     assert "'mamba'" in strange.problems[0]
     assert "qkv_proj" in served(strange)
 
@@ -238,19 +291,19 @@ def test_a_mixture_may_have_dense_layers_too(field: str) -> None:
 
 def test_tensor_parallelism_must_not_split_a_block_of_scales() -> None:
     """1536 / 8 = 192."""
-    found = model.plan(GLM_45, 8)
+    found = model.plan(GLM_45, 8, op=FP8)
     assert len(found.problems) == 4, "of the experts, too"
     for name, size in (("gate_up_proj", "384 x 5120"), ("down_proj", "5120 x 192")):
         for layer in ("shared_expert", "experts"):
             (problem,) = (problem for problem in found.problems if problem.startswith(f"{layer}.{name} ({size})"))
             assert "on each of 8 GPUs is 192, no multiple of 128" in problem or layer == "shared_expert"
     assert not {name for name in served(found) if "expert" in name}
-    assert not model.plan(GLM_45, 4).problems
-    assert not {name for name in served(model.plan(GLM_45, 16, 2)) if name.startswith("experts")}
-    assert model.plan(LLAMA_8B, 32).problems
-    assert "qkv_proj (" in model.plan(LLAMA_8B | {"hidden_size": 2048}, 8).problems[0]
+    assert not model.plan(GLM_45, 4, op=FP8).problems
+    assert not {name for name in served(model.plan(GLM_45, 16, 2, op=FP8)) if name.startswith("experts")}
+    assert model.plan(LLAMA_8B, 32, op=FP8).problems
+    assert "qkv_proj (" in model.plan(LLAMA_8B | {"hidden_size": 2048}, 8, op=FP8).problems[0]
     with pytest.raises(UnsupportedError, match="share the scale of one block"):
-        deep_gemm.precompile(GLM_45, tp=8)
+        deep_gemm.precompile(GLM_45, tp=8, op=FP8)
 
 
 def test_glm_46_in_fp8_is_served_but_for_its_experts(tmp_path: Path) -> None:
@@ -293,10 +346,10 @@ def test_modules_that_are_left_out_are_not_served_unless_only_some_layers_are() 
     ],
 )
 def test_a_model_of_16_bits_has_no_layer_that_stays_in_16_bits(config: Config, name: str) -> None:
-    in_16_bits, cast = model.plan(config | {"torch_dtype": "bfloat16"}), model.plan(config)
+    in_16_bits, in_fp8 = model.plan(config | {"torch_dtype": "bfloat16"}), model.plan(config, op=FP8)
     assert {layer.op for layer in in_16_bits.served if layer.name == name} == {BF16}
-    assert name in {layer.name for layer in cast.layers if layer.elsewhere}
-    assert cast.problems == in_16_bits.problems == ()
+    assert name in {layer.name for layer in in_fp8.layers if layer.elsewhere}
+    assert in_fp8.problems == in_16_bits.problems == ()
 
 
 def ops_of_experts(found: LayerPlan) -> set[str]:
@@ -305,7 +358,7 @@ def ops_of_experts(found: LayerPlan) -> set[str]:
 
 @pytest.mark.parametrize(("config", "tp", "ep", "op", "groups", "sizes"), EXPERTS)
 def test_experts_of_a_config(config: Config, tp: int, ep: int, op: str, groups: int, sizes: str) -> None:
-    found = model.plan(config, tp, ep)
+    found = model.plan(config, tp, ep, cast(config))
     assert found.problems == ()
     assert ops_of_experts(found) == set(GROUPED[op])
     names = ("experts.gate_up_proj", "experts.down_proj")
@@ -344,5 +397,4 @@ def test_all_tokens_of_all_gpus_may_go_to_the_experts_of_one() -> None:
     assert {layer.most_rows(1) for layer in few} == {64 * 8 + 5 * 127, 64}, "a token goes to an expert once"
     unknown = of_experts(model.plan(DEEPSEEK_V32, 1, 16))
     assert {layer.most_rows(1) for layer in unknown} == {16 * 16 + 17 * 127, 16}, "it may go to all of them"
-    assert {layer.most_rows(2**31 - 1) for layer in found} == {2**31 - 1}
-    assert Layer("", 1, 16).most_rows(1000) == 1000
+    assert ({x.most_rows(2**31 - 1) for x in found}, Layer("", 1, 16).most_rows(1000)) == ({2**31 - 1}, 1000)

@@ -129,6 +129,24 @@ def test_without_a_monitor_the_warm_path_is_what_it_was(gpu: FakeGpu, clock: Clo
     assert remembered() == before == ["FakeLaunch", "Replay"]
 
 
+def test_with_dg_nvtx_each_call_is_a_range(gpu: FakeGpu, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warm calls and replays too; an operation that was called before as well; without it nothing is left."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", seen.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append(f"end after {len(gpu.launched)}"))
+    calls, cases = calls_behind(dense.bf16), [operands(), operands()]
+    deep_gemm.bf16_gemm_nt(*cases[0])
+    assert not seen
+    with deep_gemm.settings.override(nvtx=True), deep_gemm.monitor() as m:
+        for case in (cases[0], cases[0], cases[1]):
+            deep_gemm.bf16_gemm_nt(*case)
+    assert seen == [text for after in (2, 3, 4) for text in ("bf16_gemm_nt 24x136x272 64x64", f"end after {after}")]
+    assert entries(m)["bf16_gemm_nt", "24x136x272"]["calls"] == 3
+    deep_gemm.bf16_gemm_nt(*cases[0])
+    assert len(seen) == 6
+    assert [type(call).__name__ for _, call in calls.warm.values()] == ["FakeLaunch"]
+
+
 def test_inside_graph_capture_calls_are_counted_and_not_timed(gpu: FakeGpu, clock: Clock) -> None:
     case = operands()
     with deep_gemm.monitor(every=1) as m:

@@ -218,7 +218,7 @@ WRONG: list[Wrong] = [
     ("k fp8", {"ks": [24, 232], "layout": torch.tensor([24, 232], dtype=torch.int32)}, BAD,
      "K of each group must be a multiple of 16, but ks_cpu has 24"),
     ("k fp8", {"use_psum_layout": True}, CANNOT, "use_psum_layout"),
-    ("k fp8", {"recipe": (1, 128, 128)}, CANNOT, "recipe"),
+    ("k fp8", {"recipe": (128, 128, 128)}, CANNOT, "recipe"),
 ]
 # fmt: on
 

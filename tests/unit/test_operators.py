@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import deep_gemm
-from deep_gemm import InvalidInputError, quantize
+from deep_gemm import InvalidInputError, fused, quantize
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
 
@@ -111,7 +111,19 @@ def logits(x: Tensor) -> Tensor:
     return deep_gemm.fp8_mqa_logits(q, (keys, scales), weights, torch.zeros_like(ends), ends)
 
 
-LAYERS = [dense, dense_added, fp16, fp8, casts, contiguous, contiguous_fp8, masked, prenorm, logits]
+def norms(x: Tensor) -> tuple[Tensor, ...]:
+    residual, weight = x + 1, W[0, :K]
+    pair = fused.rms_norm(x, weight, torch.float8_e4m3fn, residual=residual, use_ue8m0=True)
+    return *pair, residual, fused.layer_norm(x, weight, None, x.clone())
+
+
+def activations(x: Tensor) -> tuple[Tensor, ...]:
+    bias = W[0, :K]
+    pair = fused.silu_and_mul(x, torch.float8_e4m3fn, factors=torch.ones(x.shape[0]))
+    return fused.silu_and_mul(x, limit=3.0), *pair, fused.add_gelu(x, bias, torch.float32), fused.mul_add(x, bias, x)
+
+
+LAYERS = [dense, dense_added, fp16, fp8, casts, contiguous, contiguous_fp8, masked, prenorm, logits, norms, activations]
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)

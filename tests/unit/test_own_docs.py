@@ -1,4 +1,4 @@
-"""Examples of the documents on kernels of one's own, the monitor, fallbacks and debugging: each runs as it stands."""
+"""Examples of the pages on own kernels, the monitor, fallbacks, debugging and fused functions run as they stand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deep_gemm.custom.parameters import ELEMENTS, MAP_ELEMENTS, NUMBERS
 from deep_gemm.settings import FALLBACKS, settings
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("own_kernels", "monitor", "fallback", "debugging")
+NAMES = ("own_kernels", "monitor", "fallback", "debugging", "fused")
 TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
 
 

@@ -112,6 +112,31 @@ def test_scales_of_zeros_and_of_tiny_blocks_without_an_epsilon() -> None:
     assert bool(sf[3].isnan())
 
 
+@pytest.mark.parametrize(
+    ("exponent", "least", "most"), [(0, 0.02, 0.03), (12, 0.02, 0.03), (14, 0.04, 0.08), (16, 0.2, 0.3)]
+)
+def test_spread_says_where_one_scale_for_a_block_loses_accuracy(exponent: int, least: float, most: float) -> None:
+    """The small column's relative error after a round trip is that of the docstring."""
+    x = torch.randn(130, 384, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x[:, 200] *= 2.0**-exponent
+    found = deep_gemm.quantize.spread(x.bfloat16())
+    assert found.shape == (2, 3)
+    assert 2.0**exponent / 4 < found[0, 1] < 2.0**exponent * 8
+    assert found[0, [0, 2]].max() < 8
+    again = deep_gemm.dequantise(*deep_gemm.quantize.blocks(x[:128], epsilon=0), (128, 128))
+    error = (again - x[:128])[:, 200].norm() / x[:128, 200].norm()
+    assert least < error < most
+
+
+def test_spread_counts_no_zeros() -> None:
+    x = torch.zeros(128, 256)
+    x[3, 128:] = torch.arange(128.0)
+    assert deep_gemm.quantize.spread(x).tolist() == [[1.0, 127.0]]
+    assert deep_gemm.quantize.spread(x[:0]).shape == (0, 2)
+    with pytest.raises(InvalidInputError, match="floating-point values"):
+        deep_gemm.quantize.spread(x.int())
+
+
 def test_no_rows() -> None:
     y, sf = q.per_token_cast_to_fp8(torch.zeros(0, 256), False)
     assert (y.shape, sf.shape) == ((0, 256), (0, 2))

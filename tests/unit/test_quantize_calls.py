@@ -143,18 +143,29 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "epsilon below zero": (lambda: quantize.rows(x(), epsilon=-1.0), "epsilon must be a number from 0"),
     "epsilon too large": (lambda: quantize.rows(x(), epsilon=3.5e38), "that float32 can hold"),
     "epsilon is NaN": (lambda: quantize.rows(x(), epsilon=float("nan")), "epsilon must be a number"),
-    "out is no pair": (lambda: quantize.rows(x(), out=x()), "plain must be a pair"),
+    "out is no pair": (lambda: quantize.rows(x(), out=x()), "out must be a pair"),
+    "one output for two": (lambda: quantize.rows_and_columns(x(), out=quantize.rows(x())), r"out\[0\] must be a pair"),
+    "a number for two outputs": (
+        lambda: quantize.blocks_and_transpose(x(), out=3),
+        "out must be two pairs .* type int",
+    ),
+    "three outputs for two": (lambda: quantize.rows_and_columns(x(), out=[1, 2, 3]), "two pairs .* it has 3 elements"),
+    "no second scales": (
+        lambda: quantize.rows_and_columns(x(), out=(quantize.rows(x()), (x(), None))),
+        r"the scales of out\[1\] must be a torch.Tensor",
+    ),
+    "an epsilon of numpy": (lambda: quantize.rows(x(), epsilon=Number()), "but it is 1.5 of type numpy.Number"),
     "values of another shape": (
         lambda: quantize.columns(x(), out=quantize.rows(x())),
-        r"the transposed values must be torch.float8_e4m3fn \(272, 130\)",
+        r"the values of out must be torch.float8_e4m3fn \(272, 130\)",
     ),
     "scales of another dtype": (
         lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(M, 3).double())),
-        r"the plain scales must be torch.float32 \(130, 3\)",
+        r"the scales of out must be torch.float32 \(130, 3\)",
     ),
     "scales on each other": (
         lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(600).as_strided((M, 3), (1, 1)))),
-        "rows of the plain scales overlap",
+        "rows of the scales of out overlap",
     ),
     "scales with gaps both ways": (
         lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
@@ -162,19 +173,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "an index of int64": (lambda: quantize.rows(x(), rows=index().long()), "rows must be torch.int32"),
     "an index that is a list": (lambda: quantize.rows(x(), rows=[0]), "rows must be a torch.Tensor"),
-    "an index of two dimensions": (lambda: quantize.rows(x(), rows=index()[None]), "rows must have 1 dimensions"),
+    "an index of two dimensions": (lambda: quantize.rows(x(), rows=index()[None]), "rows must have 1 dimension, but"),
     "an index with gaps": (lambda: quantize.rows(x(), rows=index()[::2]), "rows must be contiguous, .* stride 2"),
     "an index that was freed": (lambda: quantize.rows(x(), rows=freed(index())), "rows has no memory"),
     "an index without data": (lambda: quantize.rows(x(), rows=index().to("meta")), "rows is a meta tensor"),
     "out for all rows of x": (
         lambda: quantize.rows(x(), rows=index(), out=quantize.rows(x())),
-        r"the plain values must be torch.float8_e4m3fn \(5, 272\)",
+        r"the values of out must be torch.float8_e4m3fn \(5, 272\)",
     ),
-    "values on the index": (lambda: onto_the_index(), "the plain values and rows share memory"),
+    "values on the index": (lambda: onto_the_index(), "the values of out and rows share memory"),
     "freed": (lambda: quantize.rows(freed()), "x has no memory"),
     "factors of double": (lambda: quantize.rows(x(), factors=factors().double()), "factors must be torch.float32"),
     "factors that are a list": (lambda: quantize.rows(x(), factors=[1.0]), "factors must be a torch.Tensor"),
-    "factors in a column": (lambda: quantize.rows(x(), factors=factors()[:, None]), "factors must have 1 dimensions"),
+    "factors in a column": (
+        lambda: quantize.rows(x(), factors=factors()[:, None]),
+        "factors must have 1 dimension, but",
+    ),
     "factors with gaps": (lambda: quantize.rows(x(), factors=factors(2 * M)[::2]), "factors must be contiguous, .* 2"),
     "factors that were freed": (lambda: quantize.rows(x(), factors=freed(factors())), "factors has no memory"),
     "factors without data": (lambda: quantize.rows(x(), factors=factors().to("meta")), "factors is a meta tensor"),
@@ -189,9 +203,19 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "scales on the factors": (
         lambda: quantize.rows(x(), factors=(s := factors(M * 3))[:M], out=(torch.empty(M, K).to(E4M3), s.view(M, 3))),
-        "the plain scales and factors share memory",
+        "the scales of out and factors share memory",
     ),
 }
+
+
+class Number:
+    """As one of numpy, which need not be installed."""
+
+    def __str__(self) -> str:
+        return "1.5"
+
+
+Number.__module__ = "numpy"
 
 
 def index() -> torch.Tensor:

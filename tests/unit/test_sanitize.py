@@ -11,6 +11,7 @@ from racecheck_headers import RACES, Race, racecheck_headers
 
 from deep_gemm.arch import SM90
 from deep_gemm.jit.generator import include_dir
+from deep_gemm.kernels.rows import FUNCTIONS, ROWS, WHOLE_ROWS
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 
 
@@ -31,6 +32,13 @@ def test_logits_their_schedule_and_the_prenorm_product_are_run() -> None:
     assert {"sm90_fp8_mqa_logits", "sm90_fp8_paged_mqa_logits", "paged_mqa_logits_metadata"} <= kernels
     products = [entry(params) for params in sanitize.everyone(0) if params.kernel == PRENORM.name]
     assert len(products) == len(set(products)) == len(PRENORM.configs(SM90))
+
+
+def test_functions_of_rows_are_run_with_each_tile() -> None:
+    found = [params for params in sanitize.everyone(0) if params.kernel == ROWS.name]
+    assert {params.options[0] for params in found} == set(FUNCTIONS)
+    assert {params.config for params in found} >= set(WHOLE_ROWS)
+    assert {params.output for params in found} >= {"bf16", "f32", "e4m3"}
 
 
 def test_kernels_can_be_named() -> None:

@@ -106,3 +106,17 @@ def test_a_tensor_that_is_no_plain_one_is_refused(name: str) -> None:
             assert re.search(words, str(caught.value)), (operand, wrong, str(caught.value))
             assert len(str(caught.value)) < 500
     made.call(made.tensors())
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_of_inference_mode_are_taken_outside_of_it(name: str) -> None:
+    """A kernel reads and writes them as any others."""
+    made = CALLS[name]
+    made.call(plain := made.tensors())
+    with torch.inference_mode():
+        tensors = {key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for key, x in made.tensors().items()}
+        for key, x in made.tensors().items():
+            tensors[key].copy_(x)
+    made.call(tensors)
+    for key, x in plain.items():
+        torch.testing.assert_close(tensors[key].double(), x.double(), rtol=0, atol=0, equal_nan=True, msg=key)

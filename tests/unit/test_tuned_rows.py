@@ -126,13 +126,33 @@ def test_a_survey_is_kept_for_the_tuner_unless_other_sources_measured_it(tmp_pat
     assert tuner.rank(other, SM90, default(), DEVICE)[0].config == select.rank(other, SM90)[2].config
 
 
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"source_digest": "another"}, "--stale learns from rows that other sources measured too"),
+        ({"mode": "promised"}, "survey with --mode flush"),
+        ({"device": 7}, "must be the name of the GPU"),
+    ],
+)
+def test_a_survey_that_teaches_nothing_is_no_success(changes: dict[str, Any], advice: str, tmp_path: Path) -> None:
+    """Beside one that is learned from, too."""
+    useless = write(tmp_path / "rows.jsonl", row(**changes), row(m=96, **changes))
+    useful = write(tmp_path / "more.jsonl", row())
+    for more in ((), ("--json",), ("--learn", str(useful))):
+        found = tune("--learn", str(useless), *more)
+        assert found.exit_code == 1, found.output
+        assert f"Nothing was learned from {useless}: 2 rows left out, " in found.output
+        assert advice in found.output
+    assert tune("--learn", str(useful)).exit_code == 0
+
+
 def test_a_survey_can_teach_a_config_outside_the_serving_set(tmp_path: Path) -> None:
     spec = ops.spec(64, 7168, 2048, 132)
     served = [choice.config for choice in select.rank(spec, SM90)]
     best = next(config for config in select.legal(spec, SM90) if config not in served)
     one = row()
     one["times"][survey.name_of(best, replace(spec, m=1, n=128, k=128, expected_m=0), SM90)] = 1.0
-    assert "1 rows kept" in tune("--learn", str(write(tmp_path / "rows.jsonl", one))).output
+    assert "1 row kept" in tune("--learn", str(write(tmp_path / "rows.jsonl", one))).output
     assert tuner.rank(spec, SM90, default(), DEVICE)[0].config == best
 
 
@@ -162,7 +182,10 @@ def test_each_measurement_is_a_line_and_what_fails_is_said(tmp_path: Path, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends, "make_operands", lambda shape, sets: [SimpleNamespace(**vars(shape))])
     monkeypatch.setattr(backends, "ours", ours)
-    text = tune("--model", str(path)).output
+    found = tune("--model", str(path))
+    text = found.output
+    assert found.exit_code == 1
+    assert "1 shape of 2 could not be measured" in text
     assert "1 x 4096 x 512: " in text
     assert "12.0 us -> " in text
     assert "10.0 us (1.200), 2 configs in 0.0 s" in text

@@ -177,7 +177,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("rows", {"gated": 0}, "gated must be True or False"),
     ("rows", {"epsilon": True}, "epsilon must be a number"),
     ("rows", {"epsilon": 1}, ""),
-    ("rows", {"pair": iter}, "plain must be a pair"),
+    ("rows", {"pair": iter}, "out must be a pair"),
     ("own", {"scale": 1}, ""),
     ("own", {"scale": True}, ""),
 ]

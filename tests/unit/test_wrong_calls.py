@@ -56,6 +56,31 @@ def masked(**changes: Any) -> Callable[[], object]:
     return lambda: deep_gemm.m_grouped_bf16_gemm_nt_masked(**right | changes)
 
 
+def batch(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(2, M, K), "b": bf16(2, N, K), "d": bf16(2, M, N)}
+    return lambda: deep_gemm.bf16_bmm(**right | changes)
+
+
+def einsum(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(M, 3, K), "b": bf16(3, N, K), "d": bf16(M, 3, N)}
+    return lambda: deep_gemm.einsum("bhr,hdr->bhd", **right | changes)
+
+
+def ends(rows: int) -> torch.Tensor:
+    return torch.full((rows,), 8, dtype=I32)
+
+
+def logits(**changes: Any) -> Callable[[], object]:
+    right = {"q": E4M3, "kv": (E4M3[:, 0].contiguous(), torch.ones(M)), "weights": torch.ones(M, 32)}
+    right |= {"cu_seq_len_k_start": ends(M), "cu_seq_len_k_end": ends(M)}
+    return lambda: deep_gemm.fp8_mqa_logits(**right | changes)
+
+
+def prenorm(**changes: Any) -> Callable[[], object]:
+    right = {"a": bf16(M, 64), "b": torch.ones(24, 64), "d": torch.ones(M, 24), "sqr_sum": torch.ones(M)}
+    return lambda: deep_gemm.tf32_hc_prenorm_gemm(**right | changes)
+
+
 def name(old: str) -> Callable[[], object]:
     return lambda: getattr(deep_gemm, old)
 
@@ -66,6 +91,7 @@ class Array:
 
 Array.__module__ = "numpy"
 NUMPY: Any = Array()
+E4M3 = torch.ones(M, 32, 64).to(torch.float8_e4m3fn)
 BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
 CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
 FRONT = "[None], which adds a dimension in front."
@@ -163,6 +189,73 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "packed scales": (fp8(sfa=torch.ones((M, 1), dtype=I32)), "their values may be powers of two."),
     "recipe of two": (fp8(recipe=(1, 128)), "as (1, 128, 128), but it is (1, 128)."),
     "one recipe of two": (fp8(recipe_a=(1, 128)), "give both or neither."),
+    "a number for scales": (
+        fp8(sfa=0.5),
+        "One scale for all is torch.tensor(0.5, dtype=torch.float32) on its device, for a and for b.",
+    ),
+    "no scales": (fp8(sfb=None), "The casts of deep_gemm.quantize return values and scales."),
+    "d first": (half(a=bf16(M, N), b=bf16(M, K), d=bf16(N, K)), "If a is the result: d is the third argument."),
+    "d first, nn": (
+        lambda: deep_gemm.bf16_gemm_nn(bf16(M, N), bf16(M, K), bf16(K, N)),
+        "They agree as d, a, b: d is the third argument.",
+    ),
+    "dequantise, swapped": (
+        lambda: deep_gemm.dequantise(*by_token(M, K)[::-1]),
+        "Swap the two: values come first, then their scales.",
+    ),
+    "dequantise, blocks": (lambda: deep_gemm.dequantise(*by_block(N, K)), "They fit granularity=(128, 128)."),
+    "dequantise, no E4M3": (lambda: deep_gemm.dequantise(bf16(M, K), SCALES[1]), "Only values of E4M3 have scales."),
+    "dequantise, a number": (
+        lambda: deep_gemm.dequantise(by_token(M, K)[0], 0.5),  # type: ignore[arg-type]
+        "sf must be a torch.Tensor, but it is of type float.",
+    ),
+    # batches
+    "b of B x K x N": (batch(b=bf16(2, K, N)), "They agree with b.transpose(1, 2): pass that."),
+    "a of M x B x K": (batch(a=bf16(M, 2, K)), "They agree with a.transpose(0, 1): pass that."),
+    "a and b of a batch swapped": (batch(a=bf16(2, N, K), b=bf16(2, M, K)), "They agree with a and b swapped."),
+    "d of a batch first": (
+        batch(a=bf16(2, M, N), b=bf16(2, M, K), d=bf16(2, N, K)),
+        "They agree as d, a, b: d is the third of them.",
+    ),
+    "d of a batch too small": (
+        batch(d=bf16(2, M, 8)),
+        f"Pass torch.empty((2, {M}, {N})) of the same dtype and device.",
+    ),
+    "float16 in a bfloat16 batch": (batch(a=bf16(2, M, K).half()), "fp16_bmm takes torch.float16."),
+    "float64 d of a batch": (batch(d=bf16(2, M, N).double()), "Cast d after the call."),
+    "a turned, einsum": (
+        einsum(a=bf16(3, M, K)),
+        "They agree with a.transpose(0, 1): pass that.",
+    ),
+    "FP8 in a batch": (
+        batch(a=torch.ones(2, M, K).to(torch.float8_e4m3fn)),
+        "fp8_bmm, with scales, takes torch.float8_e4m3fn.",
+    ),
+    # sparse attention
+    "keys without scales": (
+        logits(kv=E4M3[:, 0].contiguous()),
+        "Pass keys, E4M3 (N, D), and their scales, float32 (N).",
+    ),
+    "scales of keys in a column": (
+        logits(kv=(E4M3[:, 0].contiguous(), torch.ones(M, 1))),
+        "kv[1] must have 1 dimension, but it has 2: (32, 1). Pass kv[1].flatten(0, 1).",
+    ),
+    "bfloat16 queries": (
+        logits(q=bf16(M, 32, 64)),
+        "Cast it, and multiply weights by its scales: per_token_cast_to_fp8 returns both.",
+    ),
+    "bfloat16 weights": (logits(weights=bf16(M, 32)), "Pass weights.to(torch.float32)."),
+    "weights of heads by queries": (
+        logits(weights=torch.ones(32, 8), q=E4M3[:8], cu_seq_len_k_start=ends(8), cu_seq_len_k_end=ends(8)),
+        "It is transposed: pass weights.t().contiguous().",
+    ),
+    "ranges of int64": (logits(cu_seq_len_k_end=ends(M).long()), "Pass cu_seq_len_k_end.to(torch.int32)."),
+    "lengths of int64": (
+        lambda: deep_gemm.get_paged_mqa_logits_metadata(ends(4).long(), 64, 132),
+        "Pass .to(torch.int32).contiguous().",
+    ),
+    "a billion CTAs": (lambda: deep_gemm.get_paged_mqa_logits_metadata(ends(4), 64, 10**9), "but it is 1000000000."),
+    "float32 residual": (prenorm(a=torch.ones(M, 64)), "Pass a.to(torch.bfloat16)."),
     # names
     "DeepGEMM 1, dense": (name("gemm_fp8_fp8_bf16_nt"), "Call deep_gemm.fp8_gemm_nt."),
     "DeepGEMM 1, grouped": (
@@ -174,7 +267,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "Call deep_gemm.fp8_gemm_nt with c=d and recipe=(1, 1, 128).",
     ),
     "DeepGEMM 1, scales": (name("get_col_major_tma_aligned_tensor"), "deep_gemm.get_mn_major_tma_aligned_tensor."),
-    "batched": (lambda: name("fp8_einsum")()(), "Use fp8_gemm_nt for each."),  # type: ignore[operator]
+    "batched": (
+        lambda: name("fp8_einsum")()("bhd,hdr->bhr", None, None, None),  # type: ignore[operator]
+        "or bfloat16 to einsum.",
+    ),
 }
 
 
@@ -184,6 +280,32 @@ def test_the_message_says_what_to_do(what: str) -> None:
     with pytest.raises((deep_gemm.DeepGemmError, AttributeError)) as caught:
         call()
     assert str(caught.value).endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("call", "called"),
+    [
+        (lambda: deep_gemm.bf16_gemm_nn(bf16(M, K).float(), bf16(K, N), bf16(M, N)), "a of bf16_gemm_nn must be"),
+        (lambda: deep_gemm.fp16_gemm_tn(bf16(K, M), bf16(K, N), bf16(M, N)), "a of fp16_gemm_tn must be"),
+        (lambda: deep_gemm.bf16_gemm_tt(bf16(K, M), bf16(N, K), bf16(M, N).half()), "d of bf16_gemm_tt must be"),
+        (
+            lambda: deep_gemm.m_grouped_bf16_gemm_nn_contiguous(
+                bf16(256, K), bf16(2, K, N).half(), bf16(256, N), torch.zeros(256, dtype=I32)
+            ),
+            "b of m_grouped_bf16_gemm_nn_contiguous must be",
+        ),
+        (einsum(a=bf16(M, 3, K).half()), "a of einsum bhr,hdr->bhd must be torch.bfloat16"),
+        (einsum(d=bf16(M, 3, N).half()), "d of einsum bhr,hdr->bhd must be torch.bfloat16 or torch.float32"),
+        (
+            lambda: deep_gemm.einsum("bmk,bnk->mn", bf16(2, M, K).half(), bf16(2, N, K), bf16(M, N)),
+            "a of einsum bmk,bnk->mn must be torch.bfloat16",
+        ),
+    ],
+)
+def test_messages_name_the_function_that_was_called(call: Callable[[], object], called: str) -> None:
+    with pytest.raises(deep_gemm.DeepGemmError) as caught:
+        call()
+    assert str(caught.value).startswith(called)
 
 
 def test_what_is_advised_is_right() -> None:

@@ -1,0 +1,73 @@
+"""Draw products of public models: M log-uniform, N x K from the layers of the models in models.json, on 1 to 8 GPUs.
+
+    python benchmarks/layers.py COUNT --seed 1 --min-m 1 --max-m 8192 --kept-out
+
+Each line is M x N x K, as `deep-gemm bench` and `calibrate survey` take it. Every second model is kept out of all fits:
+with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from functools import cache
+from pathlib import Path
+
+from deep_gemm.aot import workload
+from deep_gemm.errors import DeepGemmError
+
+MODELS = Path(__file__).with_name("models.json")
+"""Sizes of forty models without experts, from the `config.json` that each was published with."""
+
+GPUS = (1, 2, 4, 8)
+"""Over how many GPUs a model's layers are divided."""
+
+
+@cache
+def layers(kept_out: bool) -> tuple[tuple[int, int], ...]:
+    """The different N x K of the models that are kept out of fits, or of the others. What both have is not kept out."""
+    models = list(json.loads(MODELS.read_text()).values())
+    found = _layers_of(models[::2])
+    return tuple(sorted(_layers_of(models[1::2]) - found if kept_out else found))
+
+
+def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:
+    found: set[tuple[int, int]] = set()
+    for sizes in models:
+        for tp in GPUS:
+            try:
+                plan = workload.plan(sizes, tp=tp, op="fp8_gemm_nt")
+            except DeepGemmError:  # its heads cannot be divided so
+                continue
+            found |= {(layer.n, layer.k) for layer in plan.served}
+    return found
+
+
+def draw(
+    count: int, seed: int, kept_out: bool, min_m: int = 1, max_m: int = 8192, op: str = "fp8_gemm_nt"
+) -> list[workload.GemmShape]:
+    """`count` products, the same for one seed."""
+    generator, shapes = random.Random(seed), []
+    for _ in range(count):
+        m = round(math.exp(generator.uniform(math.log(min_m), math.log(max_m))))
+        n, k = generator.choice(layers(kept_out))
+        shapes.append(workload.GemmShape(m, n, k, f"models, seed {seed}", op))
+    return shapes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("count", type=int)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--min-m", type=int, default=1)
+    parser.add_argument("--max-m", type=int, default=8192)
+    parser.add_argument("--kept-out", action="store_true")
+    options = parser.parse_args()
+    for shape in draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m):
+        print(f"{shape.m}x{shape.n}x{shape.k}")
+
+
+if __name__ == "__main__":
+    main()

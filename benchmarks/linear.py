@@ -1,0 +1,122 @@
+"""How fast `deep_gemm.nn.FP8Linear` is, forward and backward, beside `torch.nn.Linear` in bfloat16.
+
+    python benchmarks/linear.py --output FILE
+
+times a training step of one layer on one GPU: forward, input gradient, weight gradient, and all casts, of the weight
+too. Steps are launched back to back, eagerly and compiled by torch, and the layers take turns. "host" is the time that
+Python takes to launch a step: where it is longer than the GPU's, it is what counts. A row for each goes to FILE, and
+the table to the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from deep_gemm import nn
+from deep_gemm.bench import provenance
+from deep_gemm.testing import timing
+
+SIZES = ((4096, 7168, 2048), (4096, 7168, 7168))
+"""M, N, K: tokens, out_features and in_features."""
+LEAST = {(4096, 7168, 2048): 1.25, (4096, 7168, 7168): 1.4}
+"""The speed relative to bfloat16 that must be reached."""
+BASE = "bf16 nn.Linear"
+STEPS, TURNS = 20, 12
+
+LAYERS: dict[str, Callable[..., Any]] = {
+    BASE: torch.nn.Linear,
+    "BF16Linear": nn.BF16Linear,
+    "FP8Linear": nn.FP8Linear,
+    "FP8Linear mixed": lambda *sizes, **place: nn.FP8Linear(*sizes, weight_gradient="mixed", **place),
+    "FP8Linear kept casts": lambda *sizes, **place: nn.FP8Linear(*sizes, recast="when changed", **place),
+    "FP8Linear main_grad": lambda *sizes, **place: with_main_grad(
+        nn.FP8Linear(*sizes, fuse_wgrad_accumulation=True, **place)
+    ),
+}
+COMPILED = (BASE, "FP8Linear", "FP8Linear mixed")
+
+
+def with_main_grad(layer: Any) -> Any:
+    layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
+    return layer
+
+
+def step(layer: Any, x: Tensor, dy: Tensor) -> None:
+    """A step of training without an optimizer."""
+    x.grad = layer.weight.grad = None
+    layer(x).backward(dy)
+
+
+def steps(size: tuple[int, int, int], device: str, compiled: bool = True) -> dict[str, Callable[[], None]]:
+    """A step of each layer, by its name; those of compiled layers end in ", compiled"."""
+    m, n, k = size
+    place: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
+    dy = torch.randn(m, n, device=device).bfloat16()
+    found: dict[str, Callable[[], None]] = {}
+    for name, make in LAYERS.items():
+        layer = make(k, n, **place)
+        found[name] = lambda layer=layer: step(layer, x, dy)
+        if compiled and name in COMPILED:
+            traced = torch.compile(make(k, n, **place), fullgraph=True)
+            found[f"{name}, compiled"] = lambda layer=traced: step(layer, x, dy)
+    return found
+
+
+def measure(size: tuple[int, int, int]) -> dict[str, tuple[float, float]]:
+    """Microseconds of a step on the GPU, back to back, and of its launches on the host, by layer: medians."""
+    calls = steps(size, "cuda")
+    for call in calls.values():
+        for _ in range(3):
+            call()
+    samples: timing.Samples = {name: [] for name in calls}
+    hosts: timing.Samples = {name: [] for name in calls}
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            time.sleep(timing.REST_SECONDS / 4)
+            samples[name].append(timing.elapsed_us(lambda call=call: [call() for _ in range(STEPS)]) / STEPS)
+            start = time.perf_counter()
+            call()
+            hosts[name].append((time.perf_counter() - start) * 1e6)
+    least = {name: min(values) for name, values in hosts.items()}
+    return {name: (us, least[name]) for name, us in timing.medians(samples).items()}
+
+
+def table(size: tuple[int, int, int], found: Mapping[str, tuple[float, float]]) -> str:
+    """The lines for a size: times, and speeds relative to bfloat16, compiled layers relative to the compiled one."""
+    m, n, k = size
+    least = f", at least {LEAST[size]} is wanted" if size in LEAST else ""
+    lines = [f"M={m} N={n} K={k}: forward and backward{least}", f"{'':32}{'us':>8}{'x bf16':>8}{'host us':>9}"]
+    for name, (us, host) in found.items():
+        base = f"{BASE}, compiled" if name.endswith(", compiled") else BASE
+        lines.append(f"{name:32}{us:8.1f}{found[base][0] / us:8.2f}{host:9.1f}")
+    return "\n".join(lines)
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
+def main(output: Path | None) -> None:
+    """Time forward and backward of linear layers."""
+    origin, tables = provenance.environment(), []
+    for size in SIZES:
+        found = measure(size)
+        for name, (us, host) in found.items():
+            row = {"mode": "linear", "layer": name, **dict(zip("mnk", size, strict=True)), "us": us, "host_us": host}
+            if output is not None:
+                with output.open("a") as file:
+                    file.write(json.dumps({**row, **origin}) + "\n")
+        tables.append(table(size, found))
+    click.echo("\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()

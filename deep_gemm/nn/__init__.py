@@ -1,0 +1,13 @@
+"""Modules of torch whose products are those of this library, and `convert`, which puts them into a model. ``import
+deep_gemm.nn`` loads them; ``import deep_gemm`` does not."""
+
+from __future__ import annotations
+
+from deep_gemm.nn.checkpoint import load_checkpoint
+from deep_gemm.nn.convert import Report, convert
+from deep_gemm.nn.grouped import FP8GroupedLinear
+from deep_gemm.nn.linear import BF16Linear, FP8Linear
+from deep_gemm.nn.moe import MoE
+from deep_gemm.nn.routing import Routing
+
+__all__ = ["BF16Linear", "FP8GroupedLinear", "FP8Linear", "MoE", "Report", "Routing", "convert", "load_checkpoint"]

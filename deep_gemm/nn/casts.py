@@ -1,0 +1,63 @@
+"""The casts of a layer's operands to FP8, each a matrix and its transpose from one pass."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from deep_gemm import quantize
+from deep_gemm.ops import quantize as ops
+from deep_gemm.ops.cast_reference import AMAX_MIN
+from deep_gemm.ops.layouts import TMA_BYTES
+from deep_gemm.quantize import Quantized
+from deep_gemm.spec import Blocks, align
+
+WeightGradient: TypeAlias = Literal["1x128", "mixed"]
+"""How x is scaled in the weight gradient: by 1 x 128, as in DeepSeek-V3, or "mixed": by 128 x 128. Gradients of the
+output are scaled by 1 x 128 in both."""
+
+BLOCKS: dict[str, Blocks] = {"1x128": "column", "mixed": "tile"}
+"""The blocks of x that share a scale in the weight gradient."""
+RECIPES = {"1x128": (1, 1, 128), "mixed": (1, 128, 128)}
+
+
+def row_major(x: Tensor) -> Tensor:
+    """x, or a copy whose rows are contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:
+    """Rows of x, the operand of a product with weights; and columns, that of a weight gradient, with scales of
+    ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read."""
+    count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    rows = ops.empty_output(count, width, "row", x.device)
+    _, scales = ops.empty_output(count, width, blocks, x.device, transposed=True)
+    length = align(count, TMA_BYTES)
+    fresh = torch.empty if length == count else torch.zeros
+    columns = fresh((width, length), dtype=torch.float8_e4m3fn, device=x.device)
+    ops.both(x, rows, (columns[:, :count], scales), "row", blocks, False, epsilon, gated)
+    return rows, (columns, scales)
+
+
+def gradients(dy: Tensor) -> tuple[Quantized, Quantized]:
+    """`tokens` of the gradient of an output. The mean over many tokens makes gradients small: none is too small."""
+    return tokens(row_major(dy), "column", epsilon=0.0)
+
+
+def weights(w: Tensor) -> tuple[Quantized, Quantized]:
+    """Weights (out, in) and their transpose in E4M3, with scales of 128 x 128. Of experts (experts, out, in) those of
+    each, one launch an expert."""
+    if w.dim() == 2:
+        return quantize.blocks_and_transpose(w)
+    experts, n, k = w.shape
+    shape = ops.scales_shape(n, k, "tile")
+    plain = w.new_empty(experts, n, k, dtype=torch.float8_e4m3fn), w.new_empty(experts, *shape, dtype=torch.float32)
+    turned = (
+        w.new_empty(experts, k, n, dtype=torch.float8_e4m3fn),
+        w.new_empty(experts, *shape[::-1], dtype=torch.float32),
+    )
+    for e in range(experts):
+        quantize.blocks_and_transpose(w[e], out=((plain[0][e], plain[1][e]), (turned[0][e], turned[1][e])))
+    return plain, turned

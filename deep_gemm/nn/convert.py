@@ -1,0 +1,128 @@
+"""Converting the linear layers of a model."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from deep_gemm.aot.checkpoint import OTHER_LAYERS
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.log import counted
+from deep_gemm.nn.linear import FP8Linear
+from deep_gemm.nn.weights import why_not
+from deep_gemm.tensors import kind_of
+
+Filter: TypeAlias = Callable[[str, nn.Module], bool]
+Owners: TypeAlias = dict[int, list[tuple[str, nn.Module]]]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert` did. ``print(report)`` shows layers whose names differ in numbers only as one."""
+
+    converted: tuple[str, ...] = ()
+    """The names of the layers that were converted."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """The layers that stay as they were, by name, and why."""
+
+    def __str__(self) -> str:
+        lines = [f"{counted(len(self.converted), 'linear layer')} converted: {_listed(self.converted)}"]
+        for why in dict.fromkeys(self.kept.values()):
+            lines.append(f"kept, because {why}: {_listed([x for x in self.kept if self.kept[x] == why])}")
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> Report:
+    """Put an `FP8Linear` in the place of each linear layer of ``model`` that can be one, and say what was done.
+
+    Args:
+        model: any module; its layers are replaced in place. It may be on the meta device.
+        filter: called with the name and the module of each linear layer; False keeps it. Without a filter, layers stay
+            whose names are those of heads, embeddings, routers and gates (``lm_head``, ``embed_tokens``, ``gate``).
+        options: keywords of `FP8Linear`: ``mode="inference"`` drops the weights of 16 or 32 bits.
+
+    In training mode parameters stay the same objects, so that an optimizer made before goes on. Layers that cannot be
+    converted are no error: the report names each, with the reason. An `FP8Linear` of the other mode is converted too.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")
+    FP8Linear(16, 16, device="meta", **options)  # refuses wrong options before a layer is replaced
+    owners = _owners(model)
+    converted: list[str] = []
+    kept: dict[str, str] = {}
+    made: dict[nn.Module, nn.Module] = {}
+    for name, parent, own, layer in list(_linears(model)):
+        why = _why_kept(name, layer, parent, filter, owners, options)
+        if why:
+            kept[name] = why
+            continue
+        if layer not in made:
+            made[layer] = FP8Linear.from_linear(layer, **options)
+        setattr(parent, own, made[layer])
+        converted.append(name)
+    return Report(tuple(converted), kept)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
+    """Each linear layer: its name, its parent and its name there. A layer that has two names comes twice."""
+    if isinstance(model, (nn.Linear, FP8Linear)):
+        yield "", None, "", model
+    for prefix, parent in model.named_modules():
+        for own, layer in parent._modules.items():
+            if isinstance(layer, (nn.Linear, FP8Linear)):
+                yield f"{prefix}.{own}".strip("."), parent, own, layer
+
+
+def _owners(model: nn.Module) -> Owners:
+    """The modules that hold each parameter, and their names, by its id."""
+    found: Owners = collections.defaultdict(list)
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            found[id(parameter)].append((name, module))
+    return found
+
+
+def _why_kept(
+    name: str,
+    layer: Any,
+    parent: nn.Module | None,
+    filter: Filter | None,
+    owners: Owners,
+    options: Mapping[str, Any],
+) -> str:
+    """Why a layer stays as it is, as the end of a sentence; "" if it is converted."""
+    if parent is None:
+        return "it is the model itself, which cannot be replaced in place: use FP8Linear.from_linear"
+    if filter is None and OTHER_LAYERS.search(name):
+        return "heads, embeddings, routers and gates keep their dtype unless a filter takes them"
+    if filter is not None and not filter(name, layer):
+        return "the filter keeps it"
+    if type(layer) not in (nn.Linear, FP8Linear):
+        return f"it is a {type(layer).__name__}, a subclass of Linear that may do something else"
+    mode = options.get("mode", "training")
+    if isinstance(layer, FP8Linear):
+        return f"it is an FP8Linear in {mode} mode already" if layer.mode == mode else ""
+    others = [other for other, module in owners[id(layer.weight)] if module is not layer]
+    if others:
+        return f"it shares its weight with {others[0]}"
+    if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
+        return "it has hooks, which a new layer would lose"
+    if "forward" in vars(layer):
+        return "its forward was replaced, which a new layer would lose"
+    if type(layer.weight) not in (nn.Parameter, Tensor):
+        return (
+            f"its weight is a {type(layer.weight).__name__}: convert the model before its weights are sharded or packed"
+        )
+    dtype = layer.weight.dtype if mode == "inference" else options.get("dtype", layer.weight.dtype)
+    return why_not(layer.in_features, layer.out_features, dtype)
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names, without their numbers, and how often each comes."""
+    counts = collections.Counter(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) or "the model" for name in names)
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items()) or "none"

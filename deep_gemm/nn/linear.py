@@ -1,0 +1,189 @@
+"""Linear layers whose three products are those of this library."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deep_gemm import quantize
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.nn import casts, products, stored
+from deep_gemm.nn.casts import WeightGradient
+from deep_gemm.nn.weights import FP8Weights, Mode, Recast, check_word, find_main_grad
+from deep_gemm.tensors import kind_of
+
+
+class Linear(nn.Module):
+    """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def reset_parameters(self) -> None:
+        """Random weights and bias, as those of `torch.nn.Linear`."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            bound = 1 / math.sqrt(self.in_features)
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x (tokens, in) times the transpose of the weight, (tokens, out) in ``dtype``."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
+        autocast."""
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
+            came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
+            raise InvalidInputError(f"x must be a tensor (..., {self.in_features}), but {came}.")
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        y = self.product(casts.row_major(x.reshape(-1, self.in_features)), dtype)
+        if self.bias is not None:
+            y = y.add_(self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class FP8Linear(Linear, FP8Weights):
+    """A linear layer, ``y = x @ weight^T + bias``, whose products are FP8: `torch.nn.Linear` in its place.
+
+    Args:
+        in_features, out_features: sizes, multiples of 16.
+        bias: whether there is a bias, which stays in ``dtype``.
+        mode: "training": ``weight`` is a parameter of ``dtype``, cast to FP8 with scales of 128 x 128 for each forward
+            pass. Gradients are FP8 products too: activations and gradients have scales of 1 x 128, as in DeepSeek-V3.
+            "inference": ``weight`` is E4M3, with float32 ``weight_scale_inv`` (ceil(out / 128), ceil(in / 128)). It
+            takes half of the memory of bfloat16 and no gradient; gradients of x pass through it.
+        weight_gradient: "1x128", or "mixed": x has scales of 128 x 128 in the weight gradient, which is faster, and
+            less exact for a channel whose values are below 2^-14 of those of another of its 128.
+        recast: "always", or "when changed": the cast of the last forward pass is kept until an operation of torch
+            writes to ``weight``, which saves casts while gradients of several batches are added. It takes two bytes a
+            weight, and does not see what is written through ``weight.data``. Compiled layers always cast.
+        fuse_wgrad_accumulation: the weight gradient is added to ``weight.main_grad`` (float32, of the weight's shape)
+            by the kernel. ``weight.grad`` stays None. Zero ``main_grad`` in place: it is the tensor of the forward pass
+            that is added to.
+        device, dtype: of the parameters, as in `torch.nn.Linear`.
+
+    In inference mode ``state_dict()`` has DeepSeek's names and layout: ``weight``, ``weight_scale_inv``, ``bias``. In
+    training mode it is that of `torch.nn.Linear`. A layer loads either: it casts, or multiplies values by their scales.
+
+    Raises InvalidInputError, which names the argument.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mode: Mode = "training",
+        weight_gradient: WeightGradient = "1x128",
+        recast: Recast = "always",
+        fuse_wgrad_accumulation: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_word("weight_gradient", weight_gradient, WeightGradient)
+        dtype = dtype or torch.get_default_dtype()
+        FP8Weights.__init__(self, (out_features, in_features), mode, recast, fuse_wgrad_accumulation, device, dtype)
+        self.weight_gradient = weight_gradient
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        if mode == "training":
+            self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, **options: Any) -> FP8Linear:
+        """A layer with the weight and bias of ``linear``: a `torch.nn.Linear`, or an `FP8Linear`, whose mode may be the
+        other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects: an
+        optimizer that has them goes on."""
+        if not isinstance(linear, (nn.Linear, FP8Linear)):
+            raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
+        weight: Any = linear.weight
+        scales = linear.weight_scale_inv if isinstance(linear, FP8Linear) and linear.mode == "inference" else None
+        dtype = torch.bfloat16 if scales is not None else weight.dtype
+        sizes = linear.in_features, linear.out_features
+        layer = cls(*sizes, False, **{"dtype": dtype, **options, "device": "meta"})
+        if layer.mode == "inference":
+            layer.set_stored(stored.cast(weight) if scales is None else (weight, scales))
+        else:
+            layer.weight = weight if scales is None else nn.Parameter(stored.plain(weight, scales, dtype))
+        layer.bias = linear.bias
+        return layer.train(linear.training)
+
+    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Linear.product`."""
+        if self.takes_gradient():
+            plain, turned = self.both()
+            main = self.main_grad()
+            return products.FP8Product.apply(x, self.weight, *plain, *turned, dtype, main, self.weight_gradient)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return products.FrozenFP8Product.apply(x, *self.plain(), dtype)
+        return products.product(quantize.rows(x), self.plain(), dtype)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+class BF16Linear(Linear):
+    """A linear layer, ``y = x @ weight^T + bias``, by this library's 16-bit products: `torch.nn.Linear` in its place.
+
+    Args:
+        in_features, out_features: sizes.
+        bias: whether there is a bias.
+        fuse_wgrad_accumulation: the weight gradient is added to ``weight.main_grad`` (float32, of the weight's shape)
+            by the kernel. ``weight.grad`` stays None.
+        device, dtype: of the parameters, as in `torch.nn.Linear`.
+
+    Products are those of the result's dtype, bfloat16 or float16: that of x, or of autocast. A weight of another dtype
+    is cast. Raises InvalidInputError for a result in float32.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        fuse_wgrad_accumulation: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **place))
+        self.bias = nn.Parameter(torch.empty(out_features, **place)) if bias else None
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, **options: Any) -> BF16Linear:
+        """A layer with the parameters of ``linear``, which are the same objects. ``options`` are keywords of
+        `BF16Linear`."""
+        if not isinstance(linear, nn.Linear):
+            raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
+        layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})
+        weight: Any = linear.weight
+        layer.weight, layer.bias = weight, linear.bias
+        return layer.train(linear.training)
+
+    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Linear.product`."""
+        if dtype not in products.HALVES:
+            raise InvalidInputError(
+                f"x must be torch.bfloat16 or torch.float16, but it is {dtype}. Cast it, or call the layer under "
+                "torch.autocast."
+            )
+        fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
+        main = find_main_grad(self.weight) if fused else None
+        return products.HalfProduct.apply(x.to(dtype), self.weight.to(dtype), main)

@@ -1,0 +1,143 @@
+"""A mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from deep_gemm import quantize
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.nn import casts
+from deep_gemm.nn.grouped import FP8GroupedLinear, product, weight_gradient
+from deep_gemm.nn.routing import Routing
+from deep_gemm.nn.weights import Mode, Recast
+from deep_gemm.tensors import kind_of
+
+
+def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
+    """The gradient of gate and up (rows, 2 * n), given the gradient d (rows, n) of silu(gate) * up."""
+    gate, up = hidden.float().chunk(2, dim=1)
+    sigmoid, d = gate.sigmoid(), d.float()
+    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat([d_gate, d * gate * sigmoid], dim=1).to(hidden.dtype)
+
+
+class Experts(torch.autograd.Function):
+    """The results of the chosen experts, multiplied by the router's weights and added. SwiGLU is part of a cast.
+
+    x (tokens, width), weights (tokens, top_k) float32; gate_up (experts, 2 * hidden, width) and down (experts, width,
+    hidden) take gradients, and the tensors after them are their casts and those of their transposes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
+        rows, tokens, labels, sizes, main_gate_up, main_down, *cast = rest
+        routing = Routing(rows, tokens, labels, sizes)
+        x_rows, x_columns = casts.tokens(routing.spread(x), "column")
+        hidden = product(x_rows, (cast[0], cast[1]), labels)
+        h_rows, h_columns = casts.tokens(hidden, "column", gated=True)
+        out = product(h_rows, (cast[4], cast[5]), labels)
+        turned = *cast[2:4], *cast[6:8]
+        ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
+        ctx.mains, ctx.dtypes = (main_gate_up, main_down), (gate_up.dtype, down.dtype)
+        return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        weights, hidden, out, x, sfx, h, sfh, gate_up, sf_gate_up, down, sf_down, *places = ctx.saved_tensors
+        routing = Routing(*places)
+        labels, sizes = routing.labels, routing.sizes
+        d_weights = (routing.choices(out) * dy[:, None].float()).sum(2)
+        # The router's weight of each row. Rows of padding have none, and are zeros anyway.
+        factor = weights.new_zeros(hidden.shape[0]).scatter_(0, routing.rows.flatten(), weights.flatten())
+        d_out = (routing.spread(dy) * factor[:, None]).to(dy.dtype)
+
+        rows, columns = casts.gradients(d_out)
+        d_hidden = swiglu_backward(hidden, product(rows, (down, sf_down), labels))
+        d_down = weight_gradient(columns, (h, sfh), sizes, ctx.dtypes[1], ctx.mains[1])
+
+        rows, columns = casts.gradients(d_hidden)
+        dx = routing.choices(product(rows, (gate_up, sf_gate_up), labels)).sum(1)
+        d_gate_up = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[0], ctx.mains[0])
+        return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 14
+
+
+class MoE(nn.Module):
+    """A mixture of experts with SwiGLU: a router in float32, and experts whose six products are FP8.
+
+    Args:
+        width: the size of a token, a multiple of 16.
+        hidden: the size inside an expert, a multiple of 16.
+        experts: the number of experts.
+        top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
+        mode, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the router's weight is float32.
+
+    ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
+    How many tokens an expert gets stays on the device: the layer never waits for the GPU.
+
+    Raises InvalidInputError, which names the argument.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        mode: Mode = "training",
+        recast: Recast = "always",
+        fuse_wgrad_accumulation: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if not 1 <= top_k <= experts:
+            raise InvalidInputError(f"top_k must be from 1 to {experts}, the number of experts, but it is {top_k}.")
+        super().__init__()
+        options: dict[str, Any] = {"mode": mode, "recast": recast, "device": device, "dtype": dtype}
+        options["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
+        self.width, self.top_k = width, top_k
+        self.router = nn.Linear(width, experts, bias=False, device=device, dtype=torch.float32)
+        self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
+        self.down = FP8GroupedLinear(experts, hidden, width, **options)
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the numbers of the experts of tokens x (tokens, width): (tokens, top_k) float32 and int64."""
+        with torch.autocast(x.device.type, enabled=False):
+            weights, chosen = self.router(x.float()).softmax(1).topk(self.top_k)
+        return weights, chosen
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x and the result are (..., width) bfloat16."""
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or x.dtype != torch.bfloat16:
+            came = f"it is {kind_of(x)}" + (f" {tuple(x.shape)}" if isinstance(x, Tensor) else "")
+            raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
+        tokens = casts.row_major(x.reshape(-1, self.width))
+        weights, chosen = self.route(tokens)
+        routing = Routing.from_choices(chosen, self.gate_up.num_groups)
+        if self.gate_up.takes_gradient() and self.down.takes_gradient():
+            y = self._recorded(tokens, weights, routing)
+        else:
+            y = self._plain(tokens, weights, routing)
+        return y.view(x.shape)
+
+    def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        places = routing.rows, routing.tokens, routing.labels, routing.sizes
+        mains = self.gate_up.main_grad(), self.down.main_grad()
+        cast = [tensor for layer in (self.gate_up, self.down) for pair in layer.both() for tensor in pair]
+        y: Tensor = Experts.apply(x, weights, self.gate_up.weight, self.down.weight, *places, *mains, *cast)
+        return y
+
+    def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise InvalidInputError(
+                "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
+                "torch.no_grad(), or build it with mode='training'."
+            )
+        hidden = product(quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), routing.labels)
+        out = product(quantize.rows(hidden, gated=True), self.down.plain(), routing.labels)
+        return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)

@@ -1,0 +1,59 @@
+"""Where the rows of experts are: tokens in expert order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
+from deep_gemm.spec import SCALE_BLOCK, align
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the rows of each expert are in a matrix of all rows. An expert's rows lie together, and begin at a multiple
+    of 128. Other rows are padding. All tensors are on the device of the tokens."""
+
+    rows: Tensor
+    """(tokens, top_k) int64: the row of each choice of a token."""
+    tokens: Tensor
+    """(capacity,) int64: the token of each row. Padding has the number of tokens, one past the last."""
+    labels: Tensor
+    """(capacity,) int32: the expert of each row, or -1 for padding. Kernels read it."""
+    sizes: Tensor
+    """(experts,) int32: the rows of each expert with its padding, multiples of 128. Kernels read it."""
+
+    @classmethod
+    def from_choices(cls, chosen: Tensor, experts: int) -> Routing:
+        """``chosen`` (tokens, top_k) int64 are the experts of each token. Nothing here waits for the GPU: the number of
+        rows is an upper bound that follows from shapes."""
+        device, (tokens, top_k) = chosen.device, chosen.shape
+        # A group begins with a new block of scales too, because rows are the K of weight gradients.
+        alignment = math.lcm(get_mk_alignment_for_contiguous_layout(), SCALE_BLOCK)
+        choices = tokens * top_k
+        capacity = align(choices + min(experts, choices) * (alignment - 1), alignment)
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(experts, device=device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))
+        sizes = (counts + alignment - 1) // alignment * alignment
+        shift = (sizes.cumsum(0) - sizes) - (ends - counts)  # from places without padding to rows
+        row = torch.arange(choices, device=device) + shift[expert]
+        labels = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        return cls(
+            rows=torch.empty_like(row).scatter_(0, order, row).view(tokens, top_k),
+            tokens=torch.full((capacity,), tokens, device=device).scatter_(0, row, order // top_k),
+            labels=labels.scatter_(0, row, expert.int()),
+            sizes=sizes.int(),
+        )
+
+    def spread(self, x: Tensor) -> Tensor:
+        """The rows (capacity, columns) of tokens x (tokens, columns). Rows of padding are zeros."""
+        return torch.cat([x, x.new_zeros(1, x.shape[1])])[self.tokens]
+
+    def choices(self, x: Tensor) -> Tensor:
+        """From rows x (capacity, columns), those of each token's choices: (tokens, top_k, columns) float32. A sum over
+        them has a fixed order, so that its bits repeat."""
+        return x[self.rows].float()

@@ -1,0 +1,138 @@
+"""The FP8 weights of a module: a parameter of 16 or 32 bits that is cast, or E4M3 values and their scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.nn import casts, stored
+from deep_gemm.ops.layouts import TMA_BYTES
+from deep_gemm.quantize import Quantized
+from deep_gemm.tensors import shown
+
+Mode: TypeAlias = Literal["training", "inference"]
+Recast: TypeAlias = Literal["always", "when changed"]
+MASTERS = (torch.float32, torch.bfloat16, torch.float16)
+"""The dtypes of weights that FP8 is cast from."""
+
+
+def check_word(name: str, value: Any, words: Any) -> None:
+    """Refuse what is not one of the words of a Literal type."""
+    if value not in get_args(words):
+        known = " or ".join(map(repr, get_args(words)))
+        raise InvalidInputError(f"{name} must be {known}, but it is {shown(value)}.")
+
+
+def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
+    """Why an FP8 layer cannot have these sizes or this dtype, as the end of a sentence; "" if it can."""
+    for name, size in (("in_features", in_features), ("out_features", out_features)):
+        if size < TMA_BYTES or size % TMA_BYTES:
+            return f"{name} must be a multiple of {TMA_BYTES}, but it is {size}"
+    if dtype not in MASTERS:
+        return f"weights must be {', '.join(map(str, MASTERS[:2]))} or {MASTERS[2]}, but they are {dtype}"
+    return ""
+
+
+class FP8Weights(nn.Module):
+    """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
+
+    weight: nn.Parameter
+    weight_scale_inv: nn.Parameter
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        mode: Mode,
+        recast: Recast,
+        fuse_wgrad_accumulation: bool,
+        device: Any,
+        dtype: torch.dtype,
+    ) -> None:
+        check_word("mode", mode, Mode)
+        check_word("recast", recast, Recast)
+        if wrong := why_not(shape[-1], shape[-2], dtype):
+            raise InvalidInputError(f"{wrong}.")
+        super().__init__()
+        self.out_features, self.in_features = shape[-2:]
+        self.mode, self.recast, self.fuse_wgrad_accumulation = mode, recast, fuse_wgrad_accumulation
+        self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
+        if mode == "inference":
+            self.set_stored(stored.empty(shape, device))
+        else:
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+    def set_stored(self, weight: Quantized) -> None:
+        """Make E4M3 values and their scales the parameters."""
+        for name, tensor in zip(("weight", "weight_scale_inv"), weight, strict=True):
+            setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def takes_gradient(self) -> bool:
+        """Whether the weight takes a gradient from what is computed now."""
+        return torch.is_grad_enabled() and self.weight.requires_grad
+
+    def plain(self) -> Quantized:
+        """The weight in FP8."""
+        if self.mode == "inference":
+            return self.weight, self.weight_scale_inv
+        return self._kept()[0] if self._keeps() else stored.cast(self.weight)
+
+    def both(self) -> tuple[Quantized, Quantized]:
+        """The weight in FP8, and its transpose."""
+        return self._kept() if self._keeps() else casts.weights(self.weight.detach())
+
+    def _keeps(self) -> bool:
+        return self.recast == "when changed" and not (torch.compiler.is_compiling() or self.weight.is_inference())
+
+    def _kept(self) -> tuple[Quantized, Quantized]:
+        key = self.weight._version, self.weight.data_ptr(), self.weight.dtype
+        if self._cast is None or self._cast[0] != key:
+            self._cast = key, casts.weights(self.weight.detach())
+        return self._cast[1]
+
+    def main_grad(self) -> Tensor | None:
+        """The tensor to which weight gradients are added; None if they become ``weight.grad``."""
+        return find_main_grad(self.weight) if self.fuse_wgrad_accumulation else None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Weights:
+        """`to`, `cuda`, `bfloat16` and the like: E4M3 values and their scales move, and keep their dtypes."""
+        self._cast = None
+        super()._apply(self._moved(fn) if self.mode == "inference" else fn, recurse)
+        return self
+
+    def _moved(self, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """``fn`` casts tensors of floating point, and leaves integers alone."""
+
+        def moved(x: Tensor) -> Tensor:
+            bits = torch.uint8 if x is self.weight else torch.int32 if x is self.weight_scale_inv else None
+            return fn(x) if bits is None else fn(x.detach().view(bits)).view(x.dtype)
+
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cast": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if tuple(getattr(state_dict.get(f"{prefix}weight"), "shape", ())) == tuple(self.weight.shape):
+            stored.adapt(state_dict, prefix, self.mode)  # otherwise torch says what is missing, or of another shape
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, mode={self.mode!r}"
+
+
+def find_main_grad(weight: Any) -> Tensor:
+    """The float32 tensor to which weight gradients are added."""
+    found = getattr(weight, "main_grad", None)
+    if not isinstance(found, Tensor) or found.dtype != torch.float32 or found.shape != weight.shape:
+        raise InvalidInputError(
+            f"weight.main_grad must be a torch.float32 tensor of the weight's shape {tuple(weight.shape)}, because the "
+            "layer has fuse_wgrad_accumulation=True, but "
+            + (f"it is {found.dtype} {tuple(found.shape)}." if isinstance(found, Tensor) else "there is none.")
+            + " Set layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)."
+        )
+    return found

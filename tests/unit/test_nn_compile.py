@@ -1,0 +1,103 @@
+"""`torch.compile(fullgraph=True)` over the modules, forward and backward: one graph for many M, and no copies."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from nn_cases import IN, OUT, experts_results, layer, matrix, results
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
+
+from deep_gemm import nn
+
+ROWS = (192, 208, 320, 464)
+"""None is a size of the weights: sizes that are equal in the first call would be taken for one."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+MADE: dict[str, Callable[[], Any]] = {
+    **{name: lambda name=name: layer(name) for name in ("1x128", "mixed", "kept casts", "fused")},
+    "bf16": lambda: nn.BF16Linear(IN, OUT),
+}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_compiled_layer_gives_the_same_bits(made: Callable[[], Any], dynamic: bool) -> None:
+    module = made()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for m in ROWS if dynamic else ROWS[:1]:
+        x, dy = matrix(2, m // 2, IN), matrix(2, m // 2, OUT)
+        found, wanted = results(module, x, dy, compiled), results(module, x, dy)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+def test_tokens_that_are_no_multiple_of_16_are_another_graph_and_no_more() -> None:
+    module = layer("1x128")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in (*ROWS, 150, 201, 333):
+        x, dy = matrix(m, IN), matrix(m, OUT)
+        found, wanted = results(module, x, dy, compiled), results(module, x, dy)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_stored_layer_is_compiled_with_the_gradient_of_x() -> None:
+    module = nn.FP8Linear.from_linear(torch.nn.Linear(IN, OUT), mode="inference")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+
+    def gradient(run: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        y = run(x)
+        y.float().square().sum().backward()
+        assert x.grad is not None
+        return y.detach(), x.grad
+
+    for m in (150, *ROWS):
+        x = matrix(m, IN)
+        assert all(map(torch.equal, gradient(compiled, x), gradient(module, x)))
+        with torch.no_grad():
+            assert torch.equal(compiled(x), module(x))
+    assert counters["stats"]["unique_graphs"] == 2, "with gradients and without"
+
+
+def test_a_mixture_is_compiled() -> None:
+    module = nn.MoE(IN, 48, experts=5, top_k=2)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
+    for m in ROWS:
+        x, dy = matrix(m, IN), matrix(m, IN)
+        found, wanted = experts_results(module, x, dy, compiled), experts_results(module, x, dy)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.limit(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize("name", ["1x128", "fused"])
+def test_inductor_adds_no_kernel_that_copies(name: str) -> None:
+    module = nn.FP8Linear(256, 384, bias=False, **({"fuse_wgrad_accumulation": True} if name == "fused" else {}))
+    weight: Any = module.weight
+    weight.main_grad = torch.zeros(384, 256)
+    compiled = torch.compile(module, fullgraph=True)
+    x, dy = matrix(128, 256).requires_grad_(), matrix(128, 384)
+    _, codes = run_and_get_code(lambda: compiled(x).backward(dy))
+    assert len(codes) == 2
+    for code in codes:
+        assert "torch.ops.deep_gemm_jit.fp8_gemm.default(" in code
+        assert "cpp_fused" not in code
+        assert "copy_(" not in code

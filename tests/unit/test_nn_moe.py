@@ -1,0 +1,190 @@
+"""`FP8GroupedLinear`, `MoE` and `Routing`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nn_cases import BOUNDS, EXPERT_BOUNDS, IN, OUT, check, experts_exact, experts_results, matrix, relative
+
+import deep_gemm
+from deep_gemm import InvalidInputError
+from deep_gemm.nn import FP8GroupedLinear, MoE, Routing, grouped, moe
+
+EXPERTS = 5
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def mixture(**options: Any) -> MoE:
+    return MoE(IN, 48, EXPERTS, 2, **options)
+
+
+def send_to(layer: Any, experts: list[int]) -> None:
+    """Send every token to these experts, with the router's weights."""
+
+    def route(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.tensor(experts).expand(len(x), -1)
+        return layer.router(x.float()).softmax(1).gather(1, chosen), chosen
+
+    layer.route = route
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(37, None), (37, [3]), (140, [0, 4]), (1, [4, 2, 1])], ids=str)
+def test_results_and_gradients_are_near_those_in_float64(tokens: int, chosen: list[int] | None) -> None:
+    """By the router, and with experts that get every token or none."""
+    layer, x, dy = mixture(), matrix(tokens, IN), matrix(tokens, IN)
+    if chosen is not None:
+        send_to(layer, chosen)
+    check(experts_results(layer, x, dy), experts_exact(layer, x, dy), EXPERT_BOUNDS)
+
+
+@pytest.mark.parametrize(("module", "part"), [(moe, "swiglu_backward"), (moe, "weight_gradient"), (moe, "product")])
+def test_a_wrong_part_is_seen(module: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, layer, x, dy = getattr(module, part), mixture(), matrix(37, IN), matrix(37, IN)
+
+    def wrong(a: Any, *rest: Any) -> Any:
+        first = a.flip(0) if isinstance(a, torch.Tensor) else tuple(x.flip(0) for x in a)
+        return right(first, *rest)
+
+    monkeypatch.setattr(module, part, wrong)
+    with pytest.raises(AssertionError, match="dx"):
+        check(experts_results(layer, x, dy), experts_exact(layer, x, dy), EXPERT_BOUNDS)
+
+
+@pytest.mark.parametrize("shape", [(0, IN), (IN,), (2, 3, IN)], ids=str)
+def test_inputs_have_any_rank(shape: tuple[int, ...]) -> None:
+    layer, x, dy = mixture(), matrix(*shape), matrix(*shape)
+    found = experts_results(layer, x, dy)
+    flat = experts_results(layer, x.view(-1, IN), dy.view(-1, IN))
+    assert found["y"].shape == found["dx"].shape == shape
+    assert all(torch.equal(found[name].view(flat[name].shape), flat[name]) for name in flat)
+    if not x.numel():
+        assert not any(found[name].any() for name in ("d router", "d gate_up", "d down"))
+
+
+def test_without_gradients_and_stored_results_are_the_same() -> None:
+    layer, x = mixture(dtype=torch.bfloat16), matrix(37, IN)
+    wanted = layer(x).detach()
+    with torch.inference_mode():
+        assert torch.equal(layer(x), wanted)
+    stored = mixture(mode="inference")
+    stored.load_state_dict(layer.state_dict())
+    assert stored.gate_up.weight.dtype == torch.float8_e4m3fn
+    assert stored.gate_up.weight_scale_inv.shape == (EXPERTS, 1, 2)
+    assert torch.equal(stored(x), wanted)
+    again = mixture(dtype=torch.bfloat16)
+    again.load_state_dict(stored.state_dict())
+    assert torch.equal(again(x), wanted)
+    with pytest.raises(InvalidInputError, match="gradients end here"):
+        stored(x.requires_grad_())
+
+
+def test_repeats_have_the_same_bits_and_gradients_are_added_to_main_grad() -> None:
+    layer, x, dy = mixture(), matrix(37, IN), matrix(37, IN)
+    once, again = experts_results(layer, x, dy), experts_results(layer, x, dy)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    fused = mixture(fuse_wgrad_accumulation=True, recast="when changed")
+    fused.load_state_dict(layer.state_dict())
+    with pytest.raises(InvalidInputError, match="there is none"):
+        fused(x)
+    weights: list[Any] = [fused.gate_up.weight, fused.down.weight]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+    for _ in range(2):
+        fused(x).backward(dy)
+    for weight, name in zip(weights, ("d gate_up", "d down"), strict=True):
+        assert weight.grad is None
+        torch.testing.assert_close(weight.main_grad, 2 * once[name])
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    layer, x = mixture(), matrix(37, IN)
+    assert torch.equal(layer(x)[5:9], layer(x[5:9]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_groups_of_rows_have_layers_of_their_own(dtype: torch.dtype) -> None:
+    layer = FP8GroupedLinear(EXPERTS, IN, OUT)
+    routing = Routing.from_choices(torch.randint(EXPERTS, (90, 1)), EXPERTS)
+    x = routing.spread(matrix(90, IN, dtype=dtype)).requires_grad_()
+    dy = routing.spread(matrix(90, OUT, dtype=dtype))
+    y = layer(x, routing)
+    y.backward(dy)
+    assert y.dtype == dtype
+    dw = layer.weight.grad
+    assert x.grad is not None
+    assert dw is not None
+    for e in range(EXPERTS):
+        own, w = routing.labels == e, layer.weight[e].detach().double()
+        found = {"y": y[own], "dx": x.grad[own], "dw": dw[e]}
+        exact = x[own].double() @ w.t(), dy[own].double() @ w, dy[own].double().t() @ x[own].double()
+        check(found, dict(zip(found, exact, strict=True)))
+    assert not y[routing.labels < 0].any()
+    with torch.no_grad():
+        assert torch.equal(layer(x, routing), y)
+    assert grouped.GroupedProduct.__name__ in str(y.grad_fn)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.permutations(range(EXPERTS)), min_size=1, max_size=300), st.integers(1, EXPERTS), st.data())
+def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, data: st.DataObject) -> None:
+    alignment = data.draw(st.sampled_from([16, 128, 256]))
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    try:
+        chosen = torch.tensor(all_chosen)[:, :top_k]
+        routing = Routing.from_choices(chosen, EXPERTS)
+    finally:
+        deep_gemm.set_mk_alignment_for_contiguous_layout(before)
+    sizes, capacity = routing.sizes.tolist(), len(routing.labels)
+    assert capacity % 128 == 0
+    assert sum(sizes) <= capacity
+    start = 0
+    for expert, size in enumerate(sizes):
+        assert start % max(alignment, 128) == 0
+        tokens = (chosen == expert).any(1).nonzero().flatten().tolist()
+        assert size == deep_gemm.align(len(tokens), max(alignment, 128))
+        end = start + len(tokens)
+        assert routing.labels[start : start + size].tolist() == [expert] * len(tokens) + [-1] * (size - len(tokens))
+        assert routing.tokens[start:end].tolist() == tokens, "in the order of tokens"
+        assert (routing.tokens[end : start + size] == len(chosen)).all()
+        start += size
+    assert (routing.labels[start:] == -1).all()
+    assert (routing.tokens[start:] == len(chosen)).all()
+    own = torch.arange(len(chosen))[:, None].expand(-1, top_k)
+    assert torch.equal(routing.tokens[routing.rows], own)
+    assert torch.equal(routing.labels[routing.rows].long(), chosen)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: MoE(64, 32, 4, 5), "top_k must be from 1 to 4, the number of experts, but it is 5."),
+        (lambda: MoE(64, 20, 4, 1), "out_features must be a multiple of 16, but it is 40."),
+        (
+            lambda: mixture()(torch.zeros(2, IN)),
+            r"x must be a torch.bfloat16 tensor \(..., 144\), but it is a torch.fl",
+        ),
+        (
+            lambda: FP8GroupedLinear(2, 64, 64)(torch.zeros(2, 32), None),
+            r"x must be a tensor \(rows, 64\), but its sha",
+        ),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_wrong_is_said(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        wrong()
+
+
+def test_bounds_are_not_loose() -> None:
+    """An error of one part in ten is seen."""
+    x = matrix(64, IN)
+    assert relative(1.1 * x, x) > BOUNDS["y"]
