@@ -27,6 +27,7 @@ def registry() -> Mapping[str, Kernel]:
     return MappingProxyType({**_gemms(), **_others()})
 
 
+@functools.cache
 def get(name: str) -> Kernel:
     """The kernel family called ``name``; KeyError if there is none."""
     # What was imported already first: a process that casts needs no GEMM, and the reverse.
