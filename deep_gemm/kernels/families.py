@@ -1,4 +1,4 @@
-"""The kernel families: for GEMMs a row each of what is supported, and the kernels that prepare operands."""
+"""The families of GEMM kernels: a row each of what is supported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from typing import Any
 from ..params import GemmConfig
 from ..spec import GemmSpec, Grouping
 from . import serving
-from .base import Kernel
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
 from .gemm import SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
-from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
-from .quantize import QUANTIZE
-from .rows import ROWS
-from .sm90_fp8_mqa_logits import PROMPT_LOGITS
-from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
-from .sm90_tf32_hc_prenorm_gemm import PRENORM
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
@@ -400,10 +393,4 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_PARTS),
     *(HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
-)
-
-FAMILIES: tuple[Kernel, ...] = (
-    *GEMMS,
-    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, ROWS, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
-    *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
 )

@@ -216,6 +216,10 @@ class GemmFamily(Kernel):
         finished = [self.case(self.configs(SM90)[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
 
+    def default_cases(self) -> list[KernelParams]:
+        """None of its own: see `Kernel.default_cases`."""
+        return []
+
     def post_pass(self, params: KernelParams) -> PostPass | None:
         """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off. 1D1D has no runs of one factor, and the template for
         any scaling multiplies by rows in its epilogue."""

@@ -1,4 +1,4 @@
-"""What is done with final sums before they are rounded: checked epilogues, and their reference in float32."""
+"""Products with an epilogue: an operation for each set of tensors that epilogues have, made when it is first called."""
 
 from __future__ import annotations
 
