@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         get_paged_mqa_logits_metadata,
     )
     from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
+    from deep_gemm.cublaslt import cublaslt_gemm_nn, cublaslt_gemm_nt, cublaslt_gemm_tn, cublaslt_gemm_tt
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
         bf16_gemm_nt,
         bf16_gemm_tn,
         bf16_gemm_tt,
-        cublaslt_gemm_nn,
-        cublaslt_gemm_nt,
-        cublaslt_gemm_tn,
-        cublaslt_gemm_tt,
         fp8_fp4_gemm_nn,
         fp8_fp4_gemm_nt,
         fp8_fp4_gemm_tn,
@@ -239,6 +236,7 @@ _LATE = {
         "declare_constant",
         "retract_constant",
     ),
+    "deep_gemm.cublaslt": ("cublaslt_gemm_nn", "cublaslt_gemm_nt", "cublaslt_gemm_tn", "cublaslt_gemm_tt"),
     "deep_gemm.custom.kernel": ("CustomKernel", "kernel"),
     "deep_gemm.custom.launch": ("LaunchConfig", "tensor_map"),
     "deep_gemm.dense": (
@@ -246,10 +244,6 @@ _LATE = {
         "bf16_gemm_nt",
         "bf16_gemm_tn",
         "bf16_gemm_tt",
-        "cublaslt_gemm_nn",
-        "cublaslt_gemm_nt",
-        "cublaslt_gemm_tn",
-        "cublaslt_gemm_tt",
         "fp16_gemm_nn",
         "fp16_gemm_nt",
         "fp16_gemm_tn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .ops import cublaslt, dense, skip_head_mid
+from .ops import dense, skip_head_mid
 from .ops.epilogue import Epilogue
 
 __all__ = [
@@ -12,10 +12,6 @@ __all__ = [
     "bf16_gemm_nt",
     "bf16_gemm_tn",
     "bf16_gemm_tt",
-    "cublaslt_gemm_nn",
-    "cublaslt_gemm_nt",
-    "cublaslt_gemm_tn",
-    "cublaslt_gemm_tt",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -83,6 +79,11 @@ def fp8_gemm_nt(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> x, w, d = (torch.ones(*shape).bfloat16() for shape in ((8, 256), (32, 256), (8, 32)))
+    >>> deep_gemm.fp8_gemm_nt(deep_gemm.quantize.rows(x), deep_gemm.quantize.blocks(w), d)
+    >>> d[0, 0].item()
+    256.0
     """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nt")
 
@@ -109,6 +110,9 @@ def fp8_gemm_nt_skip_head_mid(
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, torch.empty(8, 48).bfloat16(), head_splits=(8, 8, 8))
     """
     skip_head_mid.fp8(a, b, d, head_splits, recipe, compiled_dims, disable_ue8m0_cast)
 
@@ -130,6 +134,9 @@ def fp8_gemm_nn(
 
     Hopper's FP8 needs K contiguous in memory, as in a transposed view of K-major storage. Other operands are transposed
     first (see `fp8_gemm_nt`).
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_nn(a, [part.t() for part in b], torch.empty(8, 32))
     """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nn")
 
@@ -147,7 +154,11 @@ def fp8_gemm_tn(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise."""
+    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_tn([part.t() for part in a], [part.t() for part in b], torch.empty(8, 32))
+    """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tn")
 
 
@@ -164,7 +175,11 @@ def fp8_gemm_tt(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise."""
+    """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_tt([part.t() for part in a], b, torch.empty(8, 32))
+    """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tt")
 
 
@@ -211,6 +226,11 @@ def bf16_gemm_nt(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.bf16_gemm_nt(a, b, d)
+    >>> d[0, 0].item()
+    64.0
     """
     dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
@@ -224,7 +244,11 @@ def bf16_gemm_nn(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with b given as (K, N), of any strides."""
+    """`bf16_gemm_nt` with b given as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (64, 32), (8, 32)))
+    >>> deep_gemm.bf16_gemm_nn(a, b, d)
+    """
     dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
@@ -237,7 +261,11 @@ def bf16_gemm_tn(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
+    """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((64, 8), (64, 32), (8, 32)))
+    >>> deep_gemm.bf16_gemm_tn(a, b, d)
+    """
     dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
@@ -250,7 +278,11 @@ def bf16_gemm_tt(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with a given as (K, M), of any strides."""
+    """`bf16_gemm_nt` with a given as (K, M), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((64, 8), (32, 64), (8, 32)))
+    >>> deep_gemm.bf16_gemm_tt(a, b, d)
+    """
     dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
 
 
@@ -264,7 +296,11 @@ def fp16_gemm_nt(
     epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` for float16: a and b are float16, d and c float16 or float32. Sums past 65504 are infinite in a
-    float16 d."""
+    float16 d.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.fp16_gemm_nt(a, b, d)
+    """
     dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
 
@@ -277,7 +313,11 @@ def fp16_gemm_nn(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with b given as (K, N), of any strides."""
+    """`fp16_gemm_nt` with b given as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((8, 64), (64, 32), (8, 32)))
+    >>> deep_gemm.fp16_gemm_nn(a, b, d)
+    """
     dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
@@ -290,7 +330,11 @@ def fp16_gemm_tn(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
+    """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((64, 8), (64, 32), (8, 32)))
+    >>> deep_gemm.fp16_gemm_tn(a, b, d)
+    """
     dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
@@ -303,34 +347,9 @@ def fp16_gemm_tt(
     alpha: float | Tensor | None = None,
     epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with a given as (K, M), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
+    """`fp16_gemm_nt` with a given as (K, M), of any strides.
 
-
-def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """``d = (c +) a @ b^T`` by torch, that is by cuBLAS, for comparisons.
-
-    a (M, K) and b (N, K) are bfloat16, float16 or, without scales, FP8. d (M, N) has a dtype that torch can write. c is
-    None, d, or another tensor of d's dtype and shape. Tensors on the CPU are multiplied by the reference
-    implementation.
-
-    Raises:
-        InvalidInputError: an argument is wrong; the message names it.
-        UnsupportedError: torch cannot do it; the message contains torch's own.
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((64, 8), (32, 64), (8, 32)))
+    >>> deep_gemm.fp16_gemm_tt(a, b, d)
     """
-    cublaslt.gemm(a, b, d, c, "nt")
-
-
-def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with b given as (K, N)."""
-    cublaslt.gemm(a, b, d, c, "nn")
-
-
-def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as (K, M) and b as (K, N)."""
-    cublaslt.gemm(a, b, d, c, "tn")
-
-
-def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as (K, M)."""
-    cublaslt.gemm(a, b, d, c, "tt")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
