@@ -33,8 +33,8 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu+residual")
-"""The epilogues of the cases of families that have any."""
+FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu")
+"""The epilogues of the cases of families that have any; the second also has a residual, if the family takes one."""
 
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -85,6 +85,11 @@ class GemmFamily(Kernel):
         """Whether it takes all that `epilogues` has: one product does, and groups along M do."""
         return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether it adds a residual. Wide tiles of others have too few registers for its addresses."""
+        return self.groupings == ("none",) and self.rules.adds_residuals
+
     # ---- which specs, and which configs
 
     def refuses(self, spec: Spec) -> str | None:
@@ -112,6 +117,8 @@ class GemmFamily(Kernel):
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
         if spec.epilogue != "none" and not self.has_epilogues:
             return f"it has no epilogue, and {spec.epilogue} is asked for"
+        if not self.has_residuals and epilogues.parse(spec.epilogue).residual:
+            return "it adds no residual"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -152,6 +159,7 @@ class GemmFamily(Kernel):
             and (spec.whole_gpu or c.ctas_per_sm == 1)
             and not (spec.batch_invariant and c.cluster_k * c.consumers_k > 1)
             and alignment % c.block_m == 0
+            and (spec.epilogue == "none" or self.rules.finishes(c))
             and fits(spec, c, accumulate, scaling)
         ]
 
@@ -215,8 +223,10 @@ class GemmFamily(Kernel):
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
-        names = FINISHED if self.has_epilogues else ()
-        finished = [self.case(self.configs(SM90)[-index], epilogue=name) for index, name in enumerate(names)]
+        first, second = FINISHED
+        names = (first, second + "+residual" * self.has_residuals) if self.has_epilogues else ()
+        able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
+        finished = [self.case(able[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
 
     def default_cases(self) -> list[KernelParams]:

@@ -332,7 +332,7 @@ struct Fp8Gemm {
     const u32 lane = thread % 32, own = row + thread / 32 * 16 + lane / 4;
     if constexpr (Final::kScales) Final::template scale<kCount>(*this, sum, own, m());
     if constexpr (Final::kFinishes)
-      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), 0, lane, [&](u32 i) { return columns.at(first + i); });
+      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), Index<0>(), lane, [&](u32 i) { return columns.at(first + i); });
   }
 
   // Stores all that a consumer has to store of a tile; `stage` does the same for one unit.
