@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, fused, nn, quantize, testing, utils
+    from deep_gemm import backends, epilogue, fused, nn, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     )
     from deep_gemm.operators import register_operators
     from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
+    from deep_gemm.ops.epilogue import Epilogue
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -116,6 +117,7 @@ __all__ = [
     "CustomKernel",
     "DeepGemmError",
     "DriverError",
+    "Epilogue",
     "InvalidInputError",
     "LaunchConfig",
     "NotWarmError",
@@ -141,6 +143,7 @@ __all__ = [
     "dequantise",
     "dump_debug_info",
     "einsum",
+    "epilogue",
     "fp8_bmm",
     "fp8_einsum",
     "fp8_fp4_gemm_nn",
@@ -317,6 +320,7 @@ _LATE = {
         "pack_ue8m0_to_int",
         "per_custom_dims_cast_to_fp8",
     ),
+    "deep_gemm.ops.epilogue": ("Epilogue",),
     "deep_gemm.quantize": (
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
@@ -331,7 +335,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "fused", "nn", "quantize", "testing", "utils")
+_MODULES = ("backends", "epilogue", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

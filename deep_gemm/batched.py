@@ -111,8 +111,8 @@ def fp8_einsum(
     >>> b = torch.ones(2, 32, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
     >>> deep_gemm.fp8_einsum("bhr,hdr->bhd", a, b, torch.empty(8, 2, 32).bfloat16())
     """
-    checks.check_epilogue(epilogue)
-    if expr != batched.BHR:
+    checks.refuse_epilogue(epilogue)
+    if not isinstance(expr, str) or expr != batched.BHR:
         raise UnsupportedError(
             f"expr of FP8 must be {batched.BHR} on Hopper, but it is {checks.shown(expr)}. Pass views of "
             "operands that are contiguous along K to fp8_bmm, or bfloat16 to einsum."
@@ -154,10 +154,12 @@ def einsum(
     >>> d[0, 0].item()
     128.0
     """
-    checks.check_epilogue(epilogue)
-    if use_cublaslt is False and c is None and expr in _EACH:
+    checks.refuse_epilogue(epilogue)
+    if use_cublaslt is not False or not isinstance(expr, str):
+        _by_torch(expr, a, b, d, c, use_cublaslt)
+    elif c is None and expr in _EACH:
         batched.bf16(a, b, d, None, expr)
-    elif use_cublaslt is False and expr == batched.SUM:
+    elif expr == batched.SUM:
         batched.bf16_sum(a, b, d, c, None)
     else:
         _by_torch(expr, a, b, d, c, use_cublaslt)
@@ -166,9 +168,9 @@ def einsum(
 def _by_torch(expr: Any, a: Any, b: Any, d: Any, c: Any, use_cublaslt: Any) -> None:
     """Let torch multiply, or refuse the arguments."""
     checks.check_bool("use_cublaslt", use_cublaslt)
-    if expr not in (*_EACH, batched.SUM):
+    if not isinstance(expr, str) or expr not in (*_EACH, batched.SUM):
         raise UnsupportedError(
-            f"expr must be {', '.join(_EACH)} or {batched.SUM}, but it is {expr!r}. Use torch.einsum."
+            f"expr must be {', '.join(_EACH)} or {batched.SUM}, but it is {checks.shown(expr)}. Use torch.einsum."
         )
     if expr == batched.SUM:
         x, way = batched.Summed(table.SUM_BF16, c is not None).check(a, b, d, c, None), cublaslt.summed_by_cublaslt

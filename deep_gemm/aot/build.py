@@ -22,8 +22,8 @@ from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
-from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
+from deep_gemm.jit.cache.packable import Kernel
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
