@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BIAS = " A bias has no argument: call d.copy_(bias) first, and pass c=d."
+BIAS = " A bias is an epilogue: bf16_gemm_nt and its like take epilogue=deep_gemm.Epilogue(bias=bias)."
 
 
-def of_type(name: str, value: Any) -> str:
-    """For what is no tensor."""
+def of_type(name: str, value: Any, dims: tuple[int, ...] | None = None) -> str:
+    """For what is no tensor. ``dims`` is what `check_tensor` takes."""
     if name == "d":
         return " It is written in place: pass torch.empty of the result's shape, dtype and device."
     if type(value).__module__ == "numpy":
@@ -26,7 +26,7 @@ def of_type(name: str, value: Any) -> str:
         pair = any(isinstance(each, Tensor) for each in value)
         return " Only FP8 functions take pairs of values and scales." if pair else f" Pass torch.tensor({_code(name)})."
     if name.startswith("the scales"):
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 in (dims or ())
         one = f" One scale for all is torch.tensor({value}, dtype=torch.float32) on its device, for a and for b."
         return one if is_number else " The casts of deep_gemm.quantize return values and scales."
     return ""

@@ -16,12 +16,16 @@ SCALE_BLOCK = 128
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
-Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "parts", "heads"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
 def ceil_div(x: int, y: int) -> int:
-    """The smallest integer that is not below ``x / y``."""
+    """The smallest integer that is not below ``x / y``.
+
+    >>> deep_gemm.ceil_div(100, 16)
+    7
+    """
     try:
         return -(-x // y)
     except (ZeroDivisionError, TypeError):
@@ -29,7 +33,11 @@ def ceil_div(x: int, y: int) -> int:
 
 
 def align(x: int, y: int) -> int:
-    """``x`` rounded up to a multiple of ``y``."""
+    """``x`` rounded up to a multiple of ``y``.
+
+    >>> deep_gemm.align(100, 16)
+    112
+    """
     return ceil_div(x, y) * y
 
 
@@ -62,6 +70,8 @@ class GemmSpec:
 
     Other groups are products of equal size, each with matrices A and B of its own. "batched": and with a D of its own.
     "summed": D is the sum of all products; ``k`` is then that of all of them together, each rounded up to a block of K.
+
+    "parts": the same in partial sums: blocks of K are shared out among several parts, and each has a D of its own.
 
     "heads": one product, whose columns belong to ``groups`` heads of D, which have columns more in the middle.
     """
@@ -128,6 +138,21 @@ class TransposeSpec:
 
     def __str__(self) -> str:
         return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
+
+
+@dataclass(frozen=True)
+class SumPartsSpec:
+    """The sum of ``parts`` float32 matrices of ``rows`` x ``columns``, in order, written as ``output`` ("f32" or
+    "bf16"). ``adds``: a matrix C, as D is, is added."""
+
+    rows: int
+    columns: int
+    parts: int
+    output: Dtype = "f32"
+    adds: bool = False
+
+    def __str__(self) -> str:
+        return f"adding {self.parts} partial sums of {self.rows} x {self.columns}"
 
 
 @dataclass(frozen=True)
@@ -305,6 +330,7 @@ Spec: TypeAlias = (
     | RowsSpec
     | GemmSpec
     | KGroupMapsSpec
+    | SumPartsSpec
     | TransposeSpec
     | TransposeBytesSpec
     | CopySpec

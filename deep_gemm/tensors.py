@@ -26,7 +26,9 @@ def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torc
     if not isinstance(x, Tensor):
         from . import advice  # here, since first calls that are right shall import little
 
-        raise InvalidInputError(f"{name} must be a torch.Tensor, but it is {kind_of(x)}.{advice.of_type(name, x)}")
+        raise InvalidInputError(
+            f"{name} must be a torch.Tensor, but it is {kind_of(x)}.{advice.of_type(name, x, dims)}"
+        )
     if wrong := _wrong_kind(x, by_torch):
         raise InvalidInputError(f"{name} {wrong}")
     if dims is not None and x.dim() not in dims:
@@ -95,7 +97,8 @@ def shown(value: Any) -> str:
     """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU. Of numpy's numbers
     the type too: they look like Python's, which may be what is wrong."""
     if type(value).__module__ == "numpy":
-        return f"{value} of type numpy.{type(value).__name__}"
+        kind = f"of type numpy.{type(value).__name__}"
+        return kind if getattr(value, "ndim", 0) else f"{value} {kind}"
     return kind_of(value) if isinstance(value, Tensor) else repr(value)
 
 

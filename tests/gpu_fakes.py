@@ -32,6 +32,7 @@ from deep_gemm.spec import (
     PagedLogitsSpec,
     QuantizeSpec,
     RowsSpec,
+    SumPartsSpec,
     TransposeBytesSpec,
     TransposeSpec,
 )
@@ -46,6 +47,7 @@ KERNELS = {
     TransposeSpec: "transpose",
     TransposeBytesSpec: "transpose bytes",
     CopySpec: "copy",
+    SumPartsSpec: "sum",
     QuantizeSpec: "quantize",
     RowsSpec: "rows",
     KGroupMapsSpec: "maps",

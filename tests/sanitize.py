@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -24,8 +25,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import batched_cases
+import batched_mutations
 import grouped_mutations
 import half_mutations
+import head_cases
 import logit_runs
 import rows_runs
 import scaled_mutations
@@ -70,8 +74,7 @@ def chosen(every: int) -> list[KernelParams]:
 
 
 def everyone(every: int) -> list[KernelParams]:
-    """All but grouped GEMMs and casts: dense ones, those of indexer logits and of the prenorm product, and functions of
-    rows."""
+    """All but grouped and batched GEMMs and casts: dense GEMMs, logits, the prenorm product, functions of rows."""
     return [*chosen(every), *OTHERS, *logit_runs.RUNS, *rows_runs.RUNS]
 
 
@@ -105,6 +108,13 @@ def run_other(params: KernelParams, function: Function, stream: int) -> bool:
         exact = given["a"].double() @ given["b"].double().t()
     exact = exact + (0 if params.accumulate == "none" else c.double())
     return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
+
+
+def oracle(params: KernelParams) -> Callable[[KernelParams, Builder], bool]:
+    """Says whether a kernel of groups, of a batch or of heads is right."""
+    if params.kernel not in {each.kernel for each in batched_mutations.KERNELS.values()}:
+        return is_right
+    return head_cases.is_right if params.grouping == "heads" else batched_cases.is_right
 
 
 def run_casts() -> bool:
@@ -171,9 +181,9 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
-    for params in named([*grouped_mutations.KERNELS.values()], name):
+    for params in named([*grouped_mutations.KERNELS.values(), *batched_mutations.KERNELS.values()], name):
         count += 1
-        if not is_right(params, builder):
+        if not oracle(params)(params, builder):
             wrong += 1
             print(f"wrong: {params}")
     if not name and not run_casts():

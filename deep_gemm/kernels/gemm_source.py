@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ..params import KernelParams
@@ -47,6 +48,7 @@ _CONSTANTS = {
     "k": "kAlongK",
     "batched": "kBatched",
     "summed": "kSummed",
+    "parts": "kParts",
     "heads": "kHeads",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
@@ -56,6 +58,7 @@ _HEADS = {
     "k": "k_grouped",
     "batched": "batched",
     "heads": "skip_head_mid",
+    "parts": "bmn_bnk_mn_gemm_impl_parts",
     "summed": "bmn_bnk_mn_gemm_impl",  # profilers of DeepGEMM's callers look for this name
 }
 """The beginnings of kernels' names, by the form of groups; that of all others is ``m_grouped``."""
@@ -66,6 +69,7 @@ _RASTERS = {
     "k": "DepthRaster",
     "batched": "BatchRaster",
     "summed": "BatchRaster",
+    "parts": "PartRaster",
 }
 """Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
@@ -95,7 +99,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         "b1" if c.buffers == 1 else "",
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
-        p.epilogue if p.epilogue != "none" else "",
+        re.sub(r"\W", "_", p.epilogue) if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
     ]
@@ -182,7 +186,7 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-    if p.grouping not in ("none", "summed", "heads") and p.scaling == "1d2d":
+    if p.grouping not in ("none", "summed", "parts", "heads") and p.scaling == "1d2d":
         found += parameters("i64 scale_b_stride_g")
     return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
 

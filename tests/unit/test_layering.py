@@ -41,8 +41,10 @@ LAYERS: list[tuple[str, ...]] = [
         *(
             "deep_gemm.attention",
             "deep_gemm.batched",
+            "deep_gemm.cublaslt",
             "deep_gemm.prenorm",
             "deep_gemm.dense",
+            "deep_gemm.epilogue",
             "deep_gemm.fused",
             "deep_gemm.grouped",
             "deep_gemm.layout",

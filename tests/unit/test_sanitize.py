@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import batched_cases
+import batched_mutations
+import grouped_mutations
+import grouped_runs
+import head_cases
 import pytest
 import sanitize
 from chosen import entry
@@ -32,6 +37,16 @@ def test_logits_their_schedule_and_the_prenorm_product_are_run() -> None:
     assert {"sm90_fp8_mqa_logits", "sm90_fp8_paged_mqa_logits", "paged_mqa_logits_metadata"} <= kernels
     products = [entry(params) for params in sanitize.everyone(0) if params.kernel == PRENORM.name]
     assert len(products) == len(set(products)) == len(PRENORM.configs(SM90))
+
+
+def test_each_kernel_of_a_batch_has_its_oracle() -> None:
+    for params in batched_mutations.KERNELS.values():
+        assert sanitize.oracle(params) is (head_cases if params.grouping == "heads" else batched_cases).is_right
+    for params in grouped_mutations.KERNELS.values():
+        assert sanitize.oracle(params) is grouped_runs.is_right
+    assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched", "sum_parts"} <= {
+        params.kernel for params in batched_mutations.KERNELS.values()
+    }
 
 
 def test_functions_of_rows_are_run_with_each_tile() -> None:

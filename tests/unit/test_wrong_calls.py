@@ -63,7 +63,7 @@ def batch(**changes: Any) -> Callable[[], object]:
 
 def einsum(**changes: Any) -> Callable[[], object]:
     right = {"a": bf16(M, 3, K), "b": bf16(3, N, K), "d": bf16(M, 3, N)}
-    return lambda: deep_gemm.einsum("bhr,hdr->bhd", **right | changes)
+    return lambda: deep_gemm.einsum(**{"expr": "bhr,hdr->bhd", **right, **changes})
 
 
 def ends(rows: int) -> torch.Tensor:
@@ -91,8 +91,24 @@ class Array:
 
 Array.__module__ = "numpy"
 NUMPY: Any = Array()
+
+
+class Many:
+    """As an array of several numbers, which has no truth."""
+
+    ndim = 1
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:
+        raise ValueError("ambiguous")
+
+
+Many.__module__ = "numpy"
+ARRAY: Any = Many()
 E4M3 = torch.ones(M, 32, 64).to(torch.float8_e4m3fn)
-BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
+BIAS = "A bias is an epilogue: bf16_gemm_nt and its like take epilogue=deep_gemm.Epilogue(bias=bias)."
 CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
 FRONT = "[None], which adds a dimension in front."
 PLACE = "It is written in place: pass torch.empty of the result's shape, dtype and device."
@@ -226,6 +242,15 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a turned, einsum": (
         einsum(a=bf16(3, M, K)),
         "They agree with a.transpose(0, 1): pass that.",
+    ),
+    "a number for scales of a batch": (
+        lambda: deep_gemm.fp8_bmm((E4M3, 0.5), (E4M3, torch.ones(M, 1, 1)), bf16(M, 32, 32)),
+        "The casts of deep_gemm.quantize return values and scales.",
+    ),
+    "an array for the expression": (einsum(expr=ARRAY), "but it is of type numpy.Many. Use torch.einsum."),
+    "an array for FP8's expression": (
+        lambda: deep_gemm.fp8_einsum(ARRAY, SCALES, SCALES, bf16(1, 1, 1)),
+        "or bfloat16 to einsum.",
     ),
     "FP8 in a batch": (
         batch(a=torch.ones(2, M, K).to(torch.float8_e4m3fn)),
