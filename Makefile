@@ -3,6 +3,8 @@
 # make lint      ruff and mypy
 # make docs      build docs/_build/html; warnings are errors
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
+# make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some ten minutes on two cores, no GPU;
+#                KERNELS=DIRECTORY keeps the compiled kernels there, for the next build
 # make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure
 # make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables; BUDGET=900 bounds the
 #                seconds of each mode; DEEPGEMM=DIRECTORY also times the DeepGEMM that pip install --target put there
@@ -29,11 +31,11 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 	unit/test_builder.py unit/test_fork.py unit/test_process.py compile/test_builder_processes.py \
 	compile/test_builder_faults.py compile/test_builder_compilers.py compile/test_signals.py \
 	compile/test_next_compiler.py compile/test_foreign_paths.py unit/test_cache_whole.py unit/test_cache_owners.py \
-	unit/test_cache_locks.py unit/test_tuner_store.py
+	unit/test_cache_locks.py unit/test_tuner_store.py unit/test_solid.py
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint dist docs readme clean FORCE
+.PHONY: demo test bench faults sanitize lint dist wheel-with-kernels docs readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -62,6 +64,11 @@ dist:
 	rm -rf dist $(VENV)/.installed-*
 	$(RUN) -m build --no-isolation
 	$(RUN) -m twine check --strict dist/*
+
+wheel-with-kernels:
+	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --dist
+	rm -f $(VENV)/.installed-*
+	$(RUN) .ci/wheel_with_kernels.py $(if $(KERNELS),--cache $(KERNELS))
 
 sanitize:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --sanitizer

@@ -122,12 +122,12 @@ def measure(peer: Any, only: str) -> Iterator[dict[str, Any]]:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
 @click.option("--deepgemm", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM.")
-@click.option("--only", type=click.Choice(["fp8", *EACH, SUM]), default="", help="Only these products.")
-def main(output: Path | None, deepgemm: Path | None, only: str) -> None:
+@click.option("--only", type=click.Choice(["fp8", *EACH, SUM]), help="Only these products.")
+def main(output: Path | None, deepgemm: Path | None, only: str | None) -> None:
     """Time batches of products and their sums."""
     peer = load(deepgemm) if deepgemm is not None else None
     origin = provenance.environment()
-    for row in measure(peer, only):
+    for row in measure(peer, only or ""):
         sizes = " ".join(f"{name} {row[name]}" for name in ("m", "n", "k", "h", "b") if name in row)
         rate = f"{row['flops'] / 1e6 / row['us']:.0f} TFLOP/s, {row['bytes'] / 1e3 / row['us']:.0f} GB/s"
         others = ", ".join(f"{name[:-3]} {us / row['us']:.3f}" for name, us in row.items() if name.endswith("_us"))

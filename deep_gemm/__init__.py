@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, fused, nn, quantize, testing, utils
+    from deep_gemm import backends, epilogue, fused, nn, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         get_paged_mqa_logits_metadata,
     )
     from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
+    from deep_gemm.cublaslt import cublaslt_gemm_nn, cublaslt_gemm_nt, cublaslt_gemm_tn, cublaslt_gemm_tt
     from deep_gemm.custom.kernel import CustomKernel, kernel
     from deep_gemm.custom.launch import LaunchConfig, tensor_map
     from deep_gemm.dense import (
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
         bf16_gemm_nt,
         bf16_gemm_tn,
         bf16_gemm_tt,
-        cublaslt_gemm_nn,
-        cublaslt_gemm_nt,
-        cublaslt_gemm_tn,
-        cublaslt_gemm_tt,
         fp8_fp4_gemm_nn,
         fp8_fp4_gemm_nt,
         fp8_fp4_gemm_tn,
@@ -88,6 +85,7 @@ if TYPE_CHECKING:
     )
     from deep_gemm.operators import register_operators
     from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
+    from deep_gemm.ops.epilogue import Epilogue
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -119,6 +117,7 @@ __all__ = [
     "CustomKernel",
     "DeepGemmError",
     "DriverError",
+    "Epilogue",
     "InvalidInputError",
     "LaunchConfig",
     "NotWarmError",
@@ -144,6 +143,7 @@ __all__ = [
     "dequantise",
     "dump_debug_info",
     "einsum",
+    "epilogue",
     "fp8_bmm",
     "fp8_einsum",
     "fp8_fp4_gemm_nn",
@@ -236,6 +236,7 @@ _LATE = {
         "declare_constant",
         "retract_constant",
     ),
+    "deep_gemm.cublaslt": ("cublaslt_gemm_nn", "cublaslt_gemm_nt", "cublaslt_gemm_tn", "cublaslt_gemm_tt"),
     "deep_gemm.custom.kernel": ("CustomKernel", "kernel"),
     "deep_gemm.custom.launch": ("LaunchConfig", "tensor_map"),
     "deep_gemm.dense": (
@@ -243,10 +244,6 @@ _LATE = {
         "bf16_gemm_nt",
         "bf16_gemm_tn",
         "bf16_gemm_tt",
-        "cublaslt_gemm_nn",
-        "cublaslt_gemm_nt",
-        "cublaslt_gemm_tn",
-        "cublaslt_gemm_tt",
         "fp16_gemm_nn",
         "fp16_gemm_nt",
         "fp16_gemm_tn",
@@ -323,6 +320,7 @@ _LATE = {
         "pack_ue8m0_to_int",
         "per_custom_dims_cast_to_fp8",
     ),
+    "deep_gemm.ops.epilogue": ("Epilogue",),
     "deep_gemm.quantize": (
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",
@@ -337,7 +335,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "fused", "nn", "quantize", "testing", "utils")
+_MODULES = ("backends", "epilogue", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

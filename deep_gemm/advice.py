@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BIAS = " A bias has no argument: call d.copy_(bias) first, and pass c=d."
+BIAS = " A bias is an epilogue: bf16_gemm_nt and its like take epilogue=deep_gemm.Epilogue(bias=bias)."
 
 
 def of_type(name: str, value: Any, dims: tuple[int, ...] | None = None) -> str:

@@ -52,6 +52,11 @@ def fp8_mqa_logits(
 
     Returns:
         float32 (M, N), or (M, max_seqlen_k).
+
+    >>> q, keys = torch.ones(8, 32, 64).to(torch.float8_e4m3fn), torch.ones(16, 64).to(torch.float8_e4m3fn)
+    >>> starts, ends = torch.zeros(8, dtype=torch.int32), torch.full((8,), 16, dtype=torch.int32)
+    >>> deep_gemm.fp8_mqa_logits(q, (keys, torch.ones(16)), torch.ones(8, 32), starts, ends).shape
+    torch.Size([8, 16])
     """
     return _prefill(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k, torch.float32)
 
@@ -71,6 +76,11 @@ def fp8_fp4_mqa_logits(
 
     ``q`` is a tensor, or a pair of it and None. ``logits_dtype`` is float32 or bfloat16. The sixth argument may be
     max_seqlen_k, an int that is no bool; the seventh is then schedule_meta, which must be None.
+
+    >>> q, keys = torch.ones(8, 32, 64).to(torch.float8_e4m3fn), torch.ones(16, 64).to(torch.float8_e4m3fn)
+    >>> starts, ends = torch.zeros(8, dtype=torch.int32), torch.full((8,), 16, dtype=torch.int32)
+    >>> deep_gemm.fp8_fp4_mqa_logits((q, None), (keys, torch.ones(16)), torch.ones(8, 32), starts, ends).shape
+    torch.Size([8, 16])
     """
     if isinstance(clean_logits, int) and not isinstance(clean_logits, bool):
         if not isinstance(max_seqlen_k, (int, type(None))) or max_seqlen_k:
@@ -134,6 +144,12 @@ def fp8_paged_mqa_logits(
 
     Returns:
         float32 (B * next_n, max_context_len).
+
+    >>> q, pages = torch.ones(2, 1, 32, 64).to(torch.float8_e4m3fn), torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
+    >>> lengths, table = torch.tensor([[5], [90]]).int(), torch.tensor([[0, 0], [1, 2]]).int()
+    >>> schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, 2)
+    >>> deep_gemm.fp8_paged_mqa_logits(q, pages, torch.ones(2, 32), lengths, table, schedule, 128).shape
+    torch.Size([2, 128])
     """
     return _paged(
         q,
@@ -165,6 +181,13 @@ def fp8_fp4_paged_mqa_logits(
 
     ``q`` is a tensor, or a pair of it and None. ``logits_dtype`` is float32 or bfloat16. The eighth argument may be
     indices, which must be None.
+
+    >>> q, pages = torch.ones(2, 1, 32, 64).to(torch.float8_e4m3fn), torch.zeros(4, 64, 1, 68, dtype=torch.uint8)
+    >>> lengths, table = torch.tensor([[5], [90]]).int(), torch.tensor([[0, 0], [1, 2]]).int()
+    >>> schedule = deep_gemm.get_paged_mqa_logits_metadata(lengths, 64, 2)
+    >>> weights = torch.ones(2, 32)
+    >>> deep_gemm.fp8_fp4_paged_mqa_logits((q, None), pages, weights, lengths, table, schedule, 128).shape
+    torch.Size([2, 128])
     """
     q = _without_scales(q)
     return _paged(
@@ -223,6 +246,9 @@ def get_paged_mqa_logits_metadata(context_lens: Tensor, block_kv: int, num_sms: 
 
     Returns:
         int32 (num_sms + 1, 2). Row s is the request and the split in it that CTA s begins with. The last row is (B, 0).
+
+    >>> deep_gemm.get_paged_mqa_logits_metadata(torch.tensor([[5], [90]]).int(), 64, num_sms=2).tolist()
+    [[0, 0], [1, 0], [2, 0]]
     """
     if indices is not None:
         raise UnsupportedError("indices must be None: requests of varying numbers of tokens need a GPU after Hopper.")

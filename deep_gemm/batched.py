@@ -31,12 +31,19 @@ def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) 
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((2, 8, 64), (2, 32, 64), (2, 8, 32)))
+    >>> deep_gemm.bf16_bmm(a, b, d)
     """
     batched.bf16(a, b, d, compiled_dims, batched.PLAIN)
 
 
 def fp16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
-    """`bf16_bmm` for float16: a and b are float16, d float16 or float32."""
+    """`bf16_bmm` for float16: a and b are float16, d float16 or float32.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((2, 8, 64), (2, 32, 64), (2, 8, 32)))
+    >>> deep_gemm.fp16_bmm(a, b, d)
+    """
     batched.fp16(a, b, d, compiled_dims, batched.PLAIN)
 
 
@@ -66,6 +73,10 @@ def fp8_bmm(
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+
+    >>> a = torch.ones(2, 8, 128).to(torch.float8_e4m3fn), torch.ones(2, 8, 1)
+    >>> b = torch.ones(2, 32, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> deep_gemm.fp8_bmm(a, b, torch.empty(2, 8, 32).bfloat16())
     """
     batched.fp8(a, b, d, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, batched.PLAIN)
 
@@ -95,8 +106,12 @@ def fp8_einsum(
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+
+    >>> a = torch.ones(8, 2, 128).to(torch.float8_e4m3fn), torch.ones(8, 2, 1)
+    >>> b = torch.ones(2, 32, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> deep_gemm.fp8_einsum("bhr,hdr->bhd", a, b, torch.empty(8, 2, 32).bfloat16())
     """
-    checks.check_epilogue(epilogue)
+    checks.refuse_epilogue(epilogue)
     if not isinstance(expr, str) or expr != batched.BHR:
         raise UnsupportedError(
             f"expr of FP8 must be {batched.BHR} on Hopper, but it is {checks.shown(expr)}. Pass views of "
@@ -133,8 +148,13 @@ def einsum(
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `bf16_bmm`.
+
+    >>> a, b, d = torch.ones(2, 8, 64).bfloat16(), torch.ones(2, 32, 64).bfloat16(), torch.zeros(8, 32)
+    >>> deep_gemm.einsum("bmk,bnk->mn", a, b, d, c=d)
+    >>> d[0, 0].item()
+    128.0
     """
-    checks.check_epilogue(epilogue)
+    checks.refuse_epilogue(epilogue)
     if use_cublaslt is not False or not isinstance(expr, str):
         _by_torch(expr, a, b, d, c, use_cublaslt)
     elif c is None and expr in _EACH:

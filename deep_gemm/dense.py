@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from .ops import cublaslt, dense, skip_head_mid
+from .ops import dense, skip_head_mid
+from .ops.epilogue import Epilogue
 
 __all__ = [
     "bf16_gemm_nn",
     "bf16_gemm_nt",
     "bf16_gemm_tn",
     "bf16_gemm_tt",
-    "cublaslt_gemm_nn",
-    "cublaslt_gemm_nt",
-    "cublaslt_gemm_tn",
-    "cublaslt_gemm_tt",
     "fp8_fp4_gemm_nn",
     "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
@@ -43,9 +38,8 @@ def fp8_gemm_nt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d = (c +) (a * scales of a) @ (b * scales of b)^T``, on the current stream of the tensors' device.
 
@@ -70,7 +64,8 @@ def fp8_gemm_nt(
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
             none in, so that one kernel serves all shapes.
         disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
-        epilogue, alpha: must be None in this version.
+        alpha: None, or a factor of the product: short for ``epilogue=Epilogue(alpha=alpha)``.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
     The tensor cores' sums are scaled and promoted to float32 after every 128 of K. Results are bitwise repeatable.
     M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by the reference
@@ -84,8 +79,13 @@ def fp8_gemm_nt(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> x, w, d = (torch.ones(*shape).bfloat16() for shape in ((8, 256), (32, 256), (8, 32)))
+    >>> deep_gemm.fp8_gemm_nt(deep_gemm.quantize.rows(x), deep_gemm.quantize.blocks(w), d)
+    >>> d[0, 0].item()
+    256.0
     """
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nt")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nt")
 
 
 def fp8_gemm_nt_skip_head_mid(
@@ -110,6 +110,9 @@ def fp8_gemm_nt_skip_head_mid(
 
     Raises:
         InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, torch.empty(8, 48).bfloat16(), head_splits=(8, 8, 8))
     """
     skip_head_mid.fp8(a, b, d, head_splits, recipe, compiled_dims, disable_ue8m0_cast)
 
@@ -124,16 +127,18 @@ def fp8_gemm_nn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`fp8_gemm_nt` with b given as (K, N), and its scales transposed likewise.
 
     Hopper's FP8 needs K contiguous in memory, as in a transposed view of K-major storage. Other operands are transposed
     first (see `fp8_gemm_nt`).
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_nn(a, [part.t() for part in b], torch.empty(8, 32))
     """
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "nn")
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nn")
 
 
 def fp8_gemm_tn(
@@ -146,12 +151,15 @@ def fp8_gemm_tn(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise."""
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tn")
+    """`fp8_gemm_nt` with a given as (K, M) and b as (K, N), with scales likewise.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_tn([part.t() for part in a], [part.t() for part in b], torch.empty(8, 32))
+    """
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tn")
 
 
 def fp8_gemm_tt(
@@ -164,12 +172,15 @@ def fp8_gemm_tt(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise."""
-    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue, alpha, "tt")
+    """`fp8_gemm_nt` with a given as (K, M), and its scales transposed likewise.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_tt([part.t() for part in a], b, torch.empty(8, 32))
+    """
+    dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tt")
 
 
 fp8_fp4_gemm_nt = fp8_gemm_nt
@@ -184,9 +195,8 @@ def bf16_gemm_nt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d = (c +) a @ b^T`` of bfloat16, on the current stream of the tensors' device.
 
@@ -200,7 +210,8 @@ def bf16_gemm_nt(
             strides); otherwise it shares no memory with d. The sum is rounded once, from float32.
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
             none in, so that one kernel serves all shapes.
-        epilogue, alpha: must be None in this version.
+        alpha: None, or a factor of the product: short for ``epilogue=Epilogue(alpha=alpha)``.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
     Sums are float32. Results are bitwise repeatable. While `set_batch_invariant` is on, a row's bits depend neither on
     M nor on the form. M = 0 or N = 0 does nothing, and K = 0 writes zeros, or c. Tensors on the CPU are multiplied by
@@ -215,8 +226,13 @@ def bf16_gemm_nt(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.bf16_gemm_nt(a, b, d)
+    >>> d[0, 0].item()
+    64.0
     """
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
 
 def bf16_gemm_nn(
@@ -225,12 +241,15 @@ def bf16_gemm_nn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with b given as (K, N), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
+    """`bf16_gemm_nt` with b given as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (64, 32), (8, 32)))
+    >>> deep_gemm.bf16_gemm_nn(a, b, d)
+    """
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
 def bf16_gemm_tn(
@@ -239,12 +258,15 @@ def bf16_gemm_tn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
+    """`bf16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((64, 8), (64, 32), (8, 32)))
+    >>> deep_gemm.bf16_gemm_tn(a, b, d)
+    """
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
 def bf16_gemm_tt(
@@ -253,12 +275,15 @@ def bf16_gemm_tt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`bf16_gemm_nt` with a given as (K, M), of any strides."""
-    dense.bf16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
+    """`bf16_gemm_nt` with a given as (K, M), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((64, 8), (32, 64), (8, 32)))
+    >>> deep_gemm.bf16_gemm_tt(a, b, d)
+    """
+    dense.bf16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")
 
 
 def fp16_gemm_nt(
@@ -267,13 +292,16 @@ def fp16_gemm_nt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`bf16_gemm_nt` for float16: a and b are float16, d and c float16 or float32. Sums past 65504 are infinite in a
-    float16 d."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nt")
+    float16 d.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.fp16_gemm_nt(a, b, d)
+    """
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nt")
 
 
 def fp16_gemm_nn(
@@ -282,12 +310,15 @@ def fp16_gemm_nn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with b given as (K, N), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "nn")
+    """`fp16_gemm_nt` with b given as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((8, 64), (64, 32), (8, 32)))
+    >>> deep_gemm.fp16_gemm_nn(a, b, d)
+    """
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "nn")
 
 
 def fp16_gemm_tn(
@@ -296,12 +327,15 @@ def fp16_gemm_tn(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tn")
+    """`fp16_gemm_nt` with a given as (K, M) and b as (K, N), of any strides.
+
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((64, 8), (64, 32), (8, 32)))
+    >>> deep_gemm.fp16_gemm_tn(a, b, d)
+    """
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tn")
 
 
 def fp16_gemm_tt(
@@ -310,38 +344,12 @@ def fp16_gemm_tt(
     d: Tensor,
     c: Tensor | None = None,
     compiled_dims: str | None = None,
-    *,
-    epilogue: Any = None,
-    alpha: Any = None,
+    alpha: float | Tensor | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
-    """`fp16_gemm_nt` with a given as (K, M), of any strides."""
-    dense.fp16(a, b, d, c, compiled_dims, epilogue, alpha, "tt")
+    """`fp16_gemm_nt` with a given as (K, M), of any strides.
 
-
-def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """``d = (c +) a @ b^T`` by torch, that is by cuBLAS, for comparisons.
-
-    a (M, K) and b (N, K) are bfloat16, float16 or, without scales, FP8. d (M, N) has a dtype that torch can write. c is
-    None, d, or another tensor of d's dtype and shape. Tensors on the CPU are multiplied by the reference
-    implementation.
-
-    Raises:
-        InvalidInputError: an argument is wrong; the message names it.
-        UnsupportedError: torch cannot do it; the message contains torch's own.
+    >>> a, b, d = (torch.ones(*shape).half() for shape in ((64, 8), (32, 64), (8, 32)))
+    >>> deep_gemm.fp16_gemm_tt(a, b, d)
     """
-    cublaslt.gemm(a, b, d, c, "nt")
-
-
-def cublaslt_gemm_nn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with b given as (K, N)."""
-    cublaslt.gemm(a, b, d, c, "nn")
-
-
-def cublaslt_gemm_tn(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as (K, M) and b as (K, N)."""
-    cublaslt.gemm(a, b, d, c, "tn")
-
-
-def cublaslt_gemm_tt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
-    """`cublaslt_gemm_nt` with a given as (K, M)."""
-    cublaslt.gemm(a, b, d, c, "tt")
+    dense.fp16(a, b, d, c, compiled_dims, alpha, epilogue, "tt")

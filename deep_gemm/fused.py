@@ -50,6 +50,10 @@ def rms_norm(
         eps: from 0 on.
         residual: (M, N). It is replaced by x + residual, rounded to its dtype, and that sum is normalised in place of
             x, as if it had been read back.
+
+    >>> x, weight = torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16()
+    >>> deep_gemm.fused.rms_norm(x, weight).shape
+    torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
@@ -74,6 +78,10 @@ def layer_norm(
         x: (M, N). ``out`` may be x itself.
         weight, bias: (N). Without a bias nothing is added.
         eps, residual: as in `rms_norm`.
+
+    >>> x, weight = torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16()
+    >>> deep_gemm.fused.layer_norm(x, weight, None).shape
+    torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
@@ -91,6 +99,10 @@ def add_gelu(
         y: (M, N), or a bias (N).
         approximate: "none" for x (1 + erf(x / sqrt(2))) / 2, "tanh" for its approximation, as in torch. Both keep
             their relative accuracy for negative x, where 1 + erf cancels.
+
+    >>> x, bias = torch.ones(4, 64).bfloat16(), torch.zeros(64).bfloat16()
+    >>> deep_gemm.fused.add_gelu(x, bias).shape
+    torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
@@ -106,6 +118,10 @@ def mul_add(
     Args:
         x: (M, N).
         y, z: (M, N) or (N). ``out`` may be z itself.
+
+    >>> x, y = torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16()
+    >>> deep_gemm.fused.mul_add(x, y, y)[0, 0].item()
+    2.0
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
@@ -129,6 +145,10 @@ def silu_and_mul(
         limit: gate is capped at it, and up is held between -limit and limit, before. From 0 on; None for no limit.
         factors: float32 (M), contiguous, such as a router's weights: row i of the result is multiplied by
             ``factors[i]`` before it is rounded. `quantize.rows` multiplies the stored scales instead.
+
+    >>> values, scales = deep_gemm.fused.silu_and_mul(torch.ones(4, 64).bfloat16(), torch.float8_e4m3fn)
+    >>> values.shape
+    torch.Size([4, 32])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
     compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR

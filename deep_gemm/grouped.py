@@ -88,6 +88,11 @@ def m_grouped_fp8_gemm_nt_contiguous(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> a = torch.ones(256, 128).to(torch.float8_e4m3fn), torch.ones(256, 1)
+    >>> b = torch.ones(2, 64, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> labels = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(128)
+    >>> deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, b, torch.empty(256, 64).bfloat16(), labels)
     """
     if expected_m_for_psum_layout is not None:
         m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
@@ -115,6 +120,11 @@ def m_grouped_fp8_gemm_nn_contiguous(
 
     Raises:
         UnsupportedError: also if N is contiguous in b.
+
+    >>> a = torch.ones(256, 128).to(torch.float8_e4m3fn), torch.ones(256, 1)
+    >>> b = torch.ones(2, 64, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> labels = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(128)
+    >>> deep_gemm.m_grouped_fp8_gemm_nn_contiguous(a, [part.mT for part in b], torch.empty(256, 64).bfloat16(), labels)
     """
     alignment = get_mk_alignment_for_contiguous_layout()
     options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
@@ -167,6 +177,11 @@ def m_grouped_fp8_gemm_nt_masked(
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError: first call of a shape inside CUDA-graph capture.
         CompileError, DriverError: the kernel could not be compiled, loaded or launched.
+
+    >>> a = torch.ones(2, 96, 128).to(torch.float8_e4m3fn), torch.ones(2, 96, 1)
+    >>> b = torch.ones(2, 64, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> rows, d = torch.tensor([5, 60], dtype=torch.int32), torch.empty(2, 96, 64).bfloat16()
+    >>> deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, d, rows, expected_m=32)
     """
     if enable_overlap or max_block_n is not None or signal is not None:
         m_grouped.refuse_overlap()
@@ -195,6 +210,10 @@ def m_grouped_bf16_gemm_nt_contiguous(
 
     The address of a and of b, and the stride from row to row, are multiples of 16 bytes. Sums are float32. Everything
     else is as in `m_grouped_fp8_gemm_nt_contiguous`: the other arguments, padding, the same bits, errors.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((256, 64), (2, 32, 64), (256, 32)))
+    >>> labels = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(128)
+    >>> deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, labels)
     """
     if expected_m_for_psum_layout is not None:
         m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
@@ -212,7 +231,12 @@ def m_grouped_bf16_gemm_nn_contiguous(
     ensure_zero_padding: bool = True,
 ) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous` with b given as (G, K, N). If N is contiguous, as in a tensor that is not a
-    view, K is a multiple of 64 (otherwise `UnsupportedError`)."""
+    view, K is a multiple of 64 (otherwise `UnsupportedError`).
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((256, 64), (2, 64, 32), (256, 32)))
+    >>> labels = torch.tensor([0, 1], dtype=torch.int32).repeat_interleave(128)
+    >>> deep_gemm.m_grouped_bf16_gemm_nn_contiguous(a, b, d, labels)
+    """
     alignment = get_mk_alignment_for_contiguous_layout()
     m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, alignment, "nn")
 
@@ -234,6 +258,9 @@ def m_grouped_bf16_gemm_nt_masked(
 
     The address of a and of b, and the stride from row to row, are multiples of 16 bytes. Sums are float32. Everything
     else is as in `m_grouped_fp8_gemm_nt_masked`: the other arguments, rows past masked_m, the same bits, errors.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((2, 96, 64), (2, 32, 64), (2, 96, 32)))
+    >>> deep_gemm.m_grouped_bf16_gemm_nt_masked(a, b, d, torch.tensor([5, 60], dtype=torch.int32), expected_m=32)
     """
     m_grouped.bf16_masked(a, b, d, masked_m, m_grouped.check_expected_m("expected_m", expected_m), compiled_dims)
 
@@ -284,6 +311,11 @@ def k_grouped_fp8_gemm_nt_contiguous(
         InvalidInputError: an argument is wrong; the message names it.
         UnsupportedError: this version or this GPU cannot do it.
         NotWarmError, CompileError, DriverError: see `fp8_gemm_nt`.
+
+    >>> a = torch.ones(16, 256).to(torch.float8_e4m3fn), torch.ones(16, 2)
+    >>> b = torch.ones(32, 256).to(torch.float8_e4m3fn), torch.ones(32, 2)
+    >>> sizes = torch.tensor([128, 128], dtype=torch.int32)
+    >>> deep_gemm.k_grouped_fp8_gemm_nt_contiguous(a, b, torch.empty(2, 16, 32), [128, 128], sizes)
     """
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
@@ -313,6 +345,9 @@ def k_grouped_fp8_gemm_nt_padded(
             read when the kernel runs, so a CUDA graph can be replayed with other sizes.
 
     The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
+
+    >>> (a, b), d = (deep_gemm.quantize.columns(torch.ones(256, n)) for n in (16, 32)), torch.empty(2, 16, 32)
+    >>> deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, torch.tensor([128, 128], dtype=torch.int32))
     """
     k_grouped.padded(a, b, d, grouped_layout, c, compiled_dims, recipe)
 
@@ -338,6 +373,9 @@ def k_grouped_bf16_gemm_tn_contiguous(
         b: (K, N) bfloat16, likewise.
 
     The other arguments and errors are those of `k_grouped_fp8_gemm_nt_contiguous`.
+
+    >>> a, b, d = torch.ones(64, 16).bfloat16(), torch.ones(64, 32).bfloat16(), torch.empty(2, 16, 32)
+    >>> deep_gemm.k_grouped_bf16_gemm_tn_contiguous(a, b, d, [40, 24], torch.tensor([40, 24], dtype=torch.int32))
     """
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout)

@@ -42,7 +42,11 @@ _mk_alignment = _DEFAULT_ALIGNMENT
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
-    """In a contiguous grouped layout each group starts at a multiple of this many rows; 128 unless set otherwise."""
+    """In a contiguous grouped layout each group starts at a multiple of this many rows; 128 unless set otherwise.
+
+    >>> deep_gemm.get_mk_alignment_for_contiguous_layout()
+    128
+    """
     return _mk_alignment
 
 
@@ -51,6 +55,9 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
 
     Raises:
         InvalidInputError: not a positive multiple of 16, or above 2^30, which kernels cannot count with.
+
+    >>> deep_gemm.set_mk_alignment_for_contiguous_layout(64)
+    >>> deep_gemm.set_mk_alignment_for_contiguous_layout(128)
     """
     global _mk_alignment
     what = f"a positive multiple of 16 up to {MAX_ALIGNMENT}"
@@ -63,7 +70,11 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
 def get_theoretical_mk_alignment_for_contiguous_layout(
     expected_m: int | None = None, num_groups: int | None = None
 ) -> int:
-    """The alignment to choose for ``expected_m`` rows in ``num_groups`` groups: 128, the tile that suits all sizes."""
+    """The alignment to choose for ``expected_m`` rows in ``num_groups`` groups: 128, the tile that suits all sizes.
+
+    >>> deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=30, num_groups=8)
+    128
+    """
     return _DEFAULT_ALIGNMENT
 
 
@@ -75,6 +86,9 @@ def get_tma_aligned_size(x: int, element_size: int) -> int:
     """The number of elements, at least ``x``, whose size in bytes is a multiple of 16.
 
     ``element_size`` is in bytes and must divide 16.
+
+    >>> deep_gemm.get_tma_aligned_size(5, element_size=4)
+    8
     """
     if not isinstance(element_size, int) or element_size not in (1, 2, 4, 8, 16):
         raise InvalidInputError(f"element_size must be 1, 2, 4, 8 or 16 bytes, but it is {checks.shown(element_size)}.")
@@ -94,6 +108,9 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     Raises:
         InvalidInputError: wrong dtype or rank.
         UnsupportedError: on a GPU without kernels, unless DG_FALLBACK lets torch do it.
+
+    >>> deep_gemm.get_mn_major_tma_aligned_tensor(torch.ones(6, 2)).stride()
+    (1, 8)
     """
     _check_scales(sf)
     strides = _mn_major_strides(sf)
@@ -123,6 +140,9 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
 
     Raises:
         InvalidInputError: wrong dtype or rank.
+
+    >>> deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(torch.ones(6, 4)).shape
+    torch.Size([6, 1])
     """
     _check_scales(sf)
     mn, columns = sf.shape[-2:]
@@ -161,6 +181,10 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     Raises:
         InvalidInputError: a wrong dtype, rank, or number of scales.
         UnsupportedError: another layout.
+
+    >>> sf = torch.ones(6, 8)
+    >>> deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [256, 512], gran_k=128).shape
+    torch.Size([2, 8])
     """
     _check_scales(sf)
     if use_psum_layout or use_padded_sf_layout:
@@ -208,6 +232,10 @@ def transform_sf_into_required_layout(
     Raises:
         InvalidInputError: the shape or an argument is wrong.
         UnsupportedError: packed UE8M0 scales, or granularities other than (1, 128) and (128, 128).
+
+    >>> sf = torch.ones(6, 2)
+    >>> deep_gemm.transform_sf_into_required_layout(sf, 6, 256, (1, 128)).stride()
+    (1, 8)
     """
     gran_mn, gran_k = _granularity(recipe, is_sfa)
     check_tensor("sf", sf, by_torch=True)

@@ -58,6 +58,10 @@ def set_num_sms(num_sms: int) -> None:
 
     Raises:
         InvalidInputError: not an integer from 1 to the number of SMs of the current device.
+
+    >>> deep_gemm.set_num_sms(100)
+    >>> deep_gemm.get_num_sms()
+    100
     """
     limit = _device_limit()
     if isinstance(num_sms, bool) or not isinstance(num_sms, int) or not 1 <= num_sms <= limit:
@@ -68,7 +72,11 @@ def set_num_sms(num_sms: int) -> None:
 
 
 def get_num_sms() -> int:
-    """How many SMs kernels use: the number that was set, or all of the current device."""
+    """How many SMs kernels use: the number that was set, or all of the current device.
+
+    >>> deep_gemm.get_num_sms() > 0
+    True
+    """
     return _options.num_sms or _device_limit()
 
 
@@ -84,14 +92,21 @@ def whole_gpu(device: int) -> bool:
 
 def set_tc_util(tc_util: int) -> None:
     """Set the share of tensor-core time, in percent from 0 to 100, that callers plan with. It is only returned by
-    `get_tc_util`: kernels on Hopper do not throttle themselves."""
+    `get_tc_util`: kernels on Hopper do not throttle themselves.
+
+    >>> deep_gemm.set_tc_util(100)
+    """
     if isinstance(tc_util, bool) or not isinstance(tc_util, int) or not 0 <= tc_util <= 100:
         raise InvalidInputError(f"tc_util must be an integer from 0 to 100 (percent), not {tc_util!r}.")
     _options.tc_util = tc_util
 
 
 def get_tc_util() -> int:
-    """The share that `set_tc_util` was given; 100 at first."""
+    """The share that `set_tc_util` was given; 100 at first.
+
+    >>> deep_gemm.get_tc_util()
+    100
+    """
     return _options.tc_util
 
 
@@ -103,6 +118,8 @@ def set_pdl(enabled: bool) -> None:
     writes anything that the predecessor may have written. Only weights under `declare_constant` are read earlier; with
     ``set_pdl(False)`` that promise has no effect. It has none on part of a GPU either (`set_num_sms`): there, kernels
     never start early, so that no more SMs are used than allowed.
+
+    >>> deep_gemm.set_pdl(True)
     """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
@@ -111,12 +128,19 @@ def set_pdl(enabled: bool) -> None:
 
 
 def get_pdl() -> bool:
-    """Whether programmatic dependent launch is on; True at first."""
+    """Whether programmatic dependent launch is on; True at first.
+
+    >>> deep_gemm.get_pdl()
+    True
+    """
     return _options.pdl
 
 
 def set_ignore_compile_dims(ignore: bool) -> None:
-    """Whether to ignore every ``compiled_dims`` argument, so that all sizes are run-time arguments."""
+    """Whether to ignore every ``compiled_dims`` argument, so that all sizes are run-time arguments.
+
+    >>> deep_gemm.set_ignore_compile_dims(False)
+    """
     if not isinstance(ignore, bool):
         raise InvalidInputError(f"ignore must be True or False, not {ignore!r}.")
     _options.ignore_compile_dims = ignore
@@ -129,7 +153,10 @@ def ignore_compile_dims() -> bool:
 
 
 def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
-    """Only choose tiles whose block_m and block_n are multiples of ``multiple``: one number for both, or a pair."""
+    """Only choose tiles whose block_m and block_n are multiples of ``multiple``: one number for both, or a pair.
+
+    >>> deep_gemm.set_block_size_multiple_of((1, 1))
+    """
     pair = multiple if isinstance(multiple, (tuple, list)) else (multiple, multiple)
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in pair):
         raise InvalidInputError(f"multiple must be a positive integer or a pair of them, not {multiple!r}.")
@@ -138,7 +165,11 @@ def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
 
 
 def get_block_size_multiple_of() -> tuple[int, int]:
-    """The multiples of (block_m, block_n) that are allowed; (1, 1) at first."""
+    """The multiples of (block_m, block_n) that are allowed; (1, 1) at first.
+
+    >>> deep_gemm.get_block_size_multiple_of()
+    (1, 1)
+    """
     return _options.block_multiple
 
 
@@ -155,6 +186,10 @@ def set_batch_invariant(enabled: bool) -> None:
 
     Raises:
         InvalidInputError: not a bool.
+
+    >>> deep_gemm.set_batch_invariant(True)
+    >>> deep_gemm.get_batch_invariant()
+    True
     """
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
@@ -166,7 +201,11 @@ def set_batch_invariant(enabled: bool) -> None:
 
 
 def get_batch_invariant() -> bool:
-    """What `set_batch_invariant` was given; False at first."""
+    """What `set_batch_invariant` was given; False at first.
+
+    >>> deep_gemm.get_batch_invariant()
+    False
+    """
     return _options.batch_invariant
 
 

@@ -24,5 +24,8 @@ def tf32_hc_prenorm_gemm(a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor, num_s
     Raises:
         InvalidInputError: an argument is wrong.
         UnsupportedError: other N or K, or no kernel for this GPU.
+
+    >>> a, b = torch.ones(8, 256).bfloat16(), torch.ones(24, 256)
+    >>> deep_gemm.tf32_hc_prenorm_gemm(a, b, torch.empty(8, 24), torch.empty(8))
     """
     prenorm.hc_prenorm_gemm(a, b, d, sqr_sum, num_splits)

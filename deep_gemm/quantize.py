@@ -60,7 +60,12 @@ def rows(
     factors: Tensor | None = None,
 ) -> Quantized:
     """One scale for each row per 128 columns: values (M, K), scales (M, ceil(K / 128)). Operand A of `fp8_gemm_nt`.
-    With ``rows``, M is its length."""
+    With ``rows``, M is its length.
+
+    >>> values, scales = deep_gemm.quantize.rows(torch.ones(16, 256))
+    >>> values.shape, scales.shape
+    (torch.Size([16, 256]), torch.Size([16, 2]))
+    """
     out = out if out is not None else _empty(x, "row", gated, row_major=row_major, index=rows)
     ops.plain(x, rows, factors, out, "row", use_ue8m0, epsilon, gated)
     return out
@@ -76,7 +81,12 @@ def columns(
     row_major: bool = False,
 ) -> Quantized:
     """`rows` of the transpose of x: values (K, M), scales (K, ceil(M / 128)). An operand of a weight gradient, whose K
-    is the number of tokens."""
+    is the number of tokens.
+
+    >>> values, scales = deep_gemm.quantize.columns(torch.ones(16, 256))
+    >>> values.shape, scales.shape
+    (torch.Size([256, 16]), torch.Size([256, 1]))
+    """
     out = out if out is not None else _empty(x, "column", gated, transposed=True, row_major=row_major)
     ops.transposed(x, out, "column", use_ue8m0, epsilon, gated)
     return out
@@ -91,7 +101,10 @@ def rows_and_columns(
     gated: bool = False,
     row_major: bool = False,
 ) -> tuple[Quantized, Quantized]:
-    """The results of `rows` and `columns`, from one pass over x."""
+    """The results of `rows` and `columns`, from one pass over x.
+
+    >>> rows, columns = deep_gemm.quantize.rows_and_columns(torch.ones(16, 256))
+    """
     first, second = (
         _two(out)
         if out is not None
@@ -111,7 +124,12 @@ def blocks(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
 ) -> Quantized:
-    """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`."""
+    """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`.
+
+    >>> values, scales = deep_gemm.quantize.blocks(torch.ones(16, 256))
+    >>> values.shape, scales.shape
+    (torch.Size([16, 256]), torch.Size([1, 2]))
+    """
     out = out if out is not None else _empty(x, "tile")
     ops.plain(x, None, None, out, "tile", use_ue8m0, epsilon, False)
     return out
@@ -125,7 +143,12 @@ def blocks_transposed(
     epsilon: float = AMAX_MIN,
 ) -> Quantized:
     """`blocks` of the transpose of x: values (K, M), scales (ceil(K / 128), ceil(M / 128)). Weights for the gradient of
-    a layer's input."""
+    a layer's input.
+
+    >>> values, scales = deep_gemm.quantize.blocks_transposed(torch.ones(16, 256))
+    >>> values.shape, scales.shape
+    (torch.Size([256, 16]), torch.Size([2, 1]))
+    """
     out = out if out is not None else _empty(x, "tile", transposed=True)
     ops.transposed(x, out, "tile", use_ue8m0, epsilon, False)
     return out
@@ -138,7 +161,10 @@ def blocks_and_transpose(
     use_ue8m0: bool = False,
     epsilon: float = AMAX_MIN,
 ) -> tuple[Quantized, Quantized]:
-    """The results of `blocks` and `blocks_transposed`, from one pass over x."""
+    """The results of `blocks` and `blocks_transposed`, from one pass over x.
+
+    >>> blocks, transposed = deep_gemm.quantize.blocks_and_transpose(torch.ones(16, 256))
+    """
     first, second = _two(out) if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
     return first, second
@@ -153,6 +179,9 @@ def spread(x: Tensor) -> Tensor:
     weight gradient 1 x 128 scales (`columns`), or compute that gradient in BF16. Computed by torch, on any device.
 
     Raises InvalidInputError unless x is a matrix of floating-point values.
+
+    >>> deep_gemm.quantize.spread(torch.ones(128, 256)).shape
+    torch.Size([1, 2])
     """
     checks.check_tensor("x", x, (2,))
     if not x.dtype.is_floating_point:
@@ -171,6 +200,10 @@ def per_token_cast_to_fp8(
     """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32.
 
     ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
+
+    >>> values, scales = deep_gemm.per_token_cast_to_fp8(torch.ones(16, 256), use_ue8m0=False)
+    >>> scales.shape
+    torch.Size([16, 2])
     """
     if use_packed_ue8m0 is False and _has_kernel(x, gran_k):
         out = _dense(x, "row")
@@ -180,7 +213,12 @@ def per_token_cast_to_fp8(
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:
-    """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32."""
+    """Cast x (k, n) with one scale per column per ``gran_k`` rows: (k, n) E4M3, (ceil(k / gran_k), n) float32.
+
+    >>> values, scales = deep_gemm.per_channel_cast_to_fp8(torch.ones(16, 256), use_ue8m0=False)
+    >>> scales.shape
+    torch.Size([1, 256])
+    """
     if _has_kernel(x, gran_k):
         out = _dense(x, "column")
         ops.plain(x, None, None, out, "column", use_ue8m0, AMAX_MIN, False)
@@ -192,6 +230,10 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
     """Cast x (n, k) with one scale per square block of side ``gran_k``.
 
     Returns (n, k) E4M3 and (ceil(n / gran_k), ceil(k / gran_k)) float32.
+
+    >>> values, scales = deep_gemm.per_block_cast_to_fp8(torch.ones(16, 256), use_ue8m0=False)
+    >>> scales.shape
+    torch.Size([1, 2])
     """
     if _has_kernel(x, gran_k):
         out = _dense(x, "tile")

@@ -219,6 +219,7 @@ class Settings:
         f"Packs of precompiled kernels, or directories of them, separated by {os.pathsep!r}; asked before the cache "
         "directory, and before any compiler is looked for.",
     )
+    shipped = _flag("DG_JIT_SHIPPED", "Use the kernels in deep_gemm's own wheel, if it holds some.", default=True)
     cache_limit: Setting[int | None] = Setting(
         "DG_JIT_CACHE_LIMIT",
         "size",

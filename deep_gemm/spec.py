@@ -21,7 +21,11 @@ Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
 def ceil_div(x: int, y: int) -> int:
-    """The smallest integer that is not below ``x / y``."""
+    """The smallest integer that is not below ``x / y``.
+
+    >>> deep_gemm.ceil_div(100, 16)
+    7
+    """
     try:
         return -(-x // y)
     except (ZeroDivisionError, TypeError):
@@ -29,7 +33,11 @@ def ceil_div(x: int, y: int) -> int:
 
 
 def align(x: int, y: int) -> int:
-    """``x`` rounded up to a multiple of ``y``."""
+    """``x`` rounded up to a multiple of ``y``.
+
+    >>> deep_gemm.align(100, 16)
+    112
+    """
     return ceil_div(x, y) * y
 
 

@@ -3,11 +3,17 @@
 Nothing here runs at import; the functions that use jinja2, cuda.bindings or platformdirs import them.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from deep_gemm.jit.binary import Binary, BuildRequest, PostPass
 from deep_gemm.jit.builder import Builder, default_builder
-from deep_gemm.jit.disassembler import sass
 from deep_gemm.jit.generator import include_dir, render, template_dir, variables
 from deep_gemm.jit.resources import Resources
+
+if TYPE_CHECKING:
+    from deep_gemm.jit.disassembler import sass
 
 __all__ = [
     "Binary",
@@ -22,3 +28,11 @@ __all__ = [
     "template_dir",
     "variables",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "sass":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deep_gemm.jit.disassembler import sass  # here, because few processes disassemble
+
+    return sass

@@ -12,7 +12,7 @@ from typing import Any
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
-from deep_gemm.jit.cache.pack import ARCH, NAME, Kernel, Packable, packable
+from deep_gemm.jit.cache.packable import ARCH, NAME, Kernel, Packable, packable
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 
 

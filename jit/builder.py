@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, InvalidInputError
+from deep_gemm.jit import compilers
 from deep_gemm.jit.binary import Binary, BuildRequest, check_same, of_entry, of_kernel
-from deep_gemm.jit.cache import limit, notes
+from deep_gemm.jit.cache import notes
 from deep_gemm.jit.cache.disk import DiskCache, lock_name
 from deep_gemm.jit.cache.entry import META, Address
 from deep_gemm.jit.cache.files import absolute
@@ -19,8 +20,6 @@ from deep_gemm.jit.cache.memory import MemoryCache
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
-from deep_gemm.jit.compilers.find import choose, is_broken
-from deep_gemm.jit.disassembler import dumps
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
@@ -162,7 +161,7 @@ class Builder:
                 binary = self._from_memory(plan) or self._build(plan)
             except CompileError:
                 # If the compiler is broken, the next one tries.
-                if self._compiler is not None or not is_broken(plan.compiler):
+                if self._compiler is not None or not compilers.is_broken(plan.compiler):
                     raise
         return self._checked(binary)
 
@@ -190,7 +189,7 @@ class Builder:
     def _plan(self, request: BuildRequest, source: str = "", start: float | None = None) -> _Plan:
         """`source` is the source key and `start` when the call began, where these are known."""
         start = time.perf_counter() if start is None else start
-        compiler = self._compiler or choose()
+        compiler = self._compiler or compilers.choose()
         flags = compiler.flags(request.arch)
         source = source or self.source_key(request)
         key = build_key(source, compiler.identity, flags)
@@ -278,6 +277,8 @@ class Builder:
         if allowed is None or plan.disk is None or binary.source_path is None:
             return
         if binary.layer in ("compiled", "adopted"):
+            from deep_gemm.jit.cache import limit  # here, because most processes have no limit
+
             self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
 
     def _missed(self, plan: _Plan) -> None:
@@ -333,6 +334,8 @@ class Builder:
         return self._memory.put(plan.memory_key, kept)
 
     def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
+        from deep_gemm.jit.disassembler import dumps
+
         meta = {
             "compiler": plan.compiler.identity,
             "source_key": plan.source_key,

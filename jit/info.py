@@ -20,6 +20,9 @@ def cache_info(builder: Builder | None = None) -> dict[str, Any]:
     no hits. Raises SettingError for an invalid setting.
 
     `builder` defaults to the one of this process.
+
+    >>> "root" in deep_gemm.cache_info()
+    True
     """
     builder = default_builder() if builder is None else builder
     if not isinstance(builder, Builder):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import time
@@ -16,14 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deep_gemm.jit import generator
-from deep_gemm.jit.key import SCHEMA, YOUNG_NS, Signature, digest, signature
+from deep_gemm.jit.key import SCHEMA, YOUNG_NS, Signature, content_of, digest, signature
 
 _memo: dict[str, tuple[tuple[tuple[str, Signature | None], ...], str]] = {}
 
 
 def render_key(template: str, fields: Mapping[str, str | int | bool], directory: Path | None = None) -> str:
     """A hex digest of everything that decides what `generator.render` returns: all templates of the directory, the
-    fields, and what renders them."""
+    fields, and our module that renders them. Jinja's version is left out, so that packs serve whichever is installed:
+    templates use what no version has changed."""
     templates = _templates(str(directory or generator.template_dir()))
     return digest(["deep_gemm render", SCHEMA, _renderer(), templates, template, sorted(fields.items())])
 
@@ -39,8 +39,8 @@ def device_code() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _renderer() -> str:
-    """The identity of the renderer: our module's digest and Jinja's version."""
-    return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest() + importlib.metadata.version("jinja2")
+    """The digest of our module that renders."""
+    return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest()
 
 
 def _templates(directory: str) -> str:
@@ -52,7 +52,7 @@ def _templates(directory: str) -> str:
     # Taken before the files are read: if one changes in between, its signature differs next time.
     files = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".jinja")]
     looked_at = tuple((path, signature(path)) for path in (directory, *files))
-    contents = [(os.path.basename(path), hashlib.sha256(Path(path).read_bytes()).hexdigest()) for path in files]
+    contents = [(os.path.basename(path), hashlib.sha256(content_of(path)).hexdigest()) for path in files]
     found = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     if all(seen is None or max(seen[3:]) < now - YOUNG_NS for _, seen in looked_at):
         _memo[directory] = looked_at, found

@@ -53,15 +53,15 @@ MUTATIONS = [
     Mutation(
         "take the first product's scales of B for all",
         "fp8_scaled.cuh",
-        "tile.group * kernel.arg.scale_b_stride_g;",
-        "0 * kernel.arg.scale_b_stride_g;",
+        "tile.group * arg.scale_b_stride_g;",
+        "0 * arg.scale_b_stride_g;",
         (*FP8_STAGED, "fp8 direct"),
     ),
     Mutation(
         "take the first product's scales of B for all, swapped",
         "fp8_scaled_swapped.cuh",
-        "tile.group * kernel.arg.scale_b_stride_g;",
-        "0 * kernel.arg.scale_b_stride_g;",
+        "tile.group * arg.scale_b_stride_g;",
+        "0 * arg.scale_b_stride_g;",
         FP8_SWAPPED,
     ),
     Mutation(

@@ -55,6 +55,26 @@ def fp8(a: Any, sfa: Any, b: Any, sfb: Any, d: Any, c: Any = None, pair: Any = t
     deep_gemm.fp8_gemm_nt(pair((a, sfa)), (b, sfb), d, c, **options)
 
 
+PARTS = ("bias", "residual", "row_factor", "alpha", "activation")
+FINISH = {"activation": "gelu", "alpha": 0.5}
+
+
+def finished(function: Callable[..., None], **more: Any) -> Call:
+    """A call with an epilogue, which is made anew each time."""
+
+    def call(a: Any, b: Any, d: Any, sfa: Any = None, sfb: Any = None, **options: Any) -> None:
+        parts = {name: options.pop(name) for name in PARTS if name in options}
+        pairs = (a, b) if sfa is None else ((a, sfa), (b, sfb))
+        function(*pairs, d, **options, **more, epilogue=deep_gemm.Epilogue(**parts))
+
+    return call
+
+
+def vectors(dtype: torch.dtype) -> Tensors:
+    residual = {"residual": torch.zeros(M, N, dtype=BF16)}
+    return {"row_factor": torch.ones(M), "bias": torch.zeros(N, dtype=dtype), **residual}
+
+
 def grouped(form: str, dtype: torch.dtype) -> Kind:
     lead, layout = ((G,), "masked_m") if form == "masked" else ((), "grouped_layout")
     kind = "fp8" if dtype == E4M3 else "bf16"
@@ -181,6 +201,8 @@ KINDS = {
     "fp8 and c": Kind(lambda: dense_fp8(c=torch.zeros(M, N, dtype=BF16)), fp8),
     "bf16": Kind(lambda: dense_half(BF16), deep_gemm.bf16_gemm_nt),
     "bf16 and c": Kind(lambda: dense_half(BF16) | {"c": torch.zeros(M, N, dtype=BF16)}, deep_gemm.bf16_gemm_nt),
+    "fp8 epilogue": Kind(lambda: dense_fp8(**vectors(F32)), finished(deep_gemm.fp8_gemm_nt), options=FINISH),
+    "bf16 epilogue": Kind(lambda: dense_half(BF16) | vectors(BF16), finished(deep_gemm.bf16_gemm_nt), options=FINISH),
     "fp16": Kind(lambda: dense_half(FP16), deep_gemm.fp16_gemm_nt),
     **{f"{form} fp8": grouped(form, E4M3) for form in ("index", "psum", "masked")},
     **{f"{form} bf16": grouped(form, BF16) for form in ("index", "psum", "masked")},

@@ -26,6 +26,8 @@ from deep_gemm.spec import GemmSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
 COMPILING_THREADS = 16
+ALPHA = 0.5
+"""The factor of epilogues that have one."""
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 Key = TypeVar("Key", bound=Hashable)
@@ -55,6 +57,7 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
     more: dict[str, Any] = {
         "aligned": params.store == "tma",
         "accumulate": {"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],
+        "epilogue": params.epilogue,
     }
     if params.dtype == "e4m3":
         return ops.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
@@ -126,7 +129,8 @@ def force_gemm(
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
     if params.dtype != "e4m3" and not fits(params, m, n, k, num_sms):
         raise ValueError(f"{kernels.get(params.kernel).entry(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs.")
-    strides = {name: tensor.stride() for name, tensor in tensors.items()}
+    strides: dict[str, Any] = {name: tensor.stride() for name, tensor in tensors.items()}
+    strides["alpha"] = (ALPHA,)
     spec = spec_of(params, m, n, k, num_sms)
     made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -315,6 +315,14 @@ OTHERS = frozenset(
         "set_pdl",
         "set_tc_util",
         "use_deterministic_algorithms",
+        "nn.BF16Linear",
+        "nn.FP8GroupedLinear",
+        "nn.FP8Linear",
+        "nn.MoE",
+        "nn.Report",
+        "nn.Routing",
+        "nn.convert",
+        "nn.load_checkpoint",
         "backends.Backend",
         "backends.Kernel",
         "backends.Operation",
@@ -341,4 +349,4 @@ OTHERS = frozenset(
         "testing.test_filter",
     ]
 )
-"""Public names that take no tensors, and kernels of other libraries."""
+"""Public names that take no tensors, layers, and kernels of other libraries."""

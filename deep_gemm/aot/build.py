@@ -22,8 +22,8 @@ from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
-from deep_gemm.jit.cache.pack import Kernel
 from deep_gemm.jit.cache.pack import write as write_pack
+from deep_gemm.jit.cache.packable import Kernel
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
 from deep_gemm.params import KernelParams
@@ -159,6 +159,10 @@ def precompile(
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
+
+    >>> summary = deep_gemm.precompile([(384, 512)], op="bf16_gemm_nt", max_m=1)
+    >>> len(summary.outcomes) > 0
+    True
     """
     work = work_of(what, tp, ep, max_m, op, arch, num_sms, allow_partial, training)
     summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)

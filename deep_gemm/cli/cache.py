@@ -15,6 +15,7 @@ from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.files import absolute
+from deep_gemm.jit.cache.packs import named_by
 from deep_gemm.jit.cache.root import default_root, root_problem
 from deep_gemm.jit.info import cache_info
 from deep_gemm.log import counted
@@ -59,7 +60,7 @@ def info(paths: tuple[Path, ...], as_json: bool) -> None:
         out.print(table("", columns, rows))
     for one in found["packs"]:
         state = one["problem"] or f"{counted(one['kernels'], 'kernel')}, {size(one['bytes'])}"
-        out.print(f"pack {one['path']} (named by {one['by']}): {state}")
+        out.print(f"pack {one['path']} ({named_by(one['by'])}): {state}")
 
 
 def _show_packs(paths: tuple[Path, ...], as_json: bool) -> None:
@@ -67,9 +68,9 @@ def _show_packs(paths: tuple[Path, ...], as_json: bool) -> None:
     for path in paths:
         try:
             found = packs.read(path, trust=True)
+            kernels = sorted(found.kernels.values(), key=lambda one: (one.name, one.cuda))
         except (OSError, ValueError) as error:
             raise click.ClickException(f"{path} is no pack that can be read: {error}") from error
-        kernels = sorted(found.kernels.values(), key=lambda one: (one.name, one.cuda))
         one = {"path": str(path), "version": found.version, "bytes": found.cubin_bytes}
         report.append(one | {"kernels": [kernel.to_json() for kernel in kernels]})
         if not as_json:

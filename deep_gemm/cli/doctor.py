@@ -22,6 +22,7 @@ from deep_gemm.cli.options import json_option
 from deep_gemm.errors import SettingError, UnsupportedError
 from deep_gemm.jit.builder import default_builder
 from deep_gemm.jit.cache.disk import DiskCache
+from deep_gemm.jit.cache.packs import named_by
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.find import find_all
 from deep_gemm.jit.driver.version import driver_release
@@ -195,7 +196,7 @@ def _print(report: dict[str, Any]) -> None:
         fact(out, "cache", f"{cache['root']}: {state}, {counted(cache.get('entries', 0), 'kernel')}")
     for pack in report["packs"]:
         state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
-        fact(out, "pack", f"{pack['path']} (named by {pack['by']}): {state}")
+        fact(out, "pack", f"{pack['path']} ({named_by(pack['by'])}): {state}")
     for name, why in report["absent_backends"].items():
         fact(out, "backend", f"{name} is absent: {why}")
     for entry in report["settings"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from deep_gemm.jit.cache.packs import SHIPPED
 from deep_gemm.log import counted
 
 NVRTC = "nvidia-cuda-nvrtc-cu12"
@@ -70,6 +71,8 @@ def _of_packs(report: dict[str, Any]) -> Iterator[Finding]:
     for pack in report["packs"]:
         if pack["problem"]:
             action = f"Repair or replace the pack {pack['path']}, or stop naming it in {pack['by']}."
+            if pack["by"] == SHIPPED:
+                action = "Install the package again: `pip install --force-reinstall --no-deps` its wheel with kernels."
             yield Finding(f"The pack {pack['path']} is not used: {pack['problem']}.", action)
 
 

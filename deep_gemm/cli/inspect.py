@@ -13,6 +13,8 @@ from deep_gemm.aot.workload import GemmShape, parse
 from deep_gemm.cli.console import console, duration, fact, size, table
 from deep_gemm.cli.options import arch_option, json_option, sms_option
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.binary import Binary
+from deep_gemm.jit.cache.packs import named_by
 
 if TYPE_CHECKING:
     from deep_gemm.spec import GemmSpec
@@ -90,6 +92,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         "key": binary.key,
         "compiler": binary.compiler,
         "from": binary.layer,
+        "pack": _pack_of(binary),
         "seconds": dict(binary.seconds),
         "source": binary.source_path,
         "cubin_bytes": len(binary.cubin),
@@ -120,9 +123,13 @@ def _print(report: dict[str, Any]) -> None:
     resources = report["resources"]
     out.print()
     fact(out, "kernel", f"{report['kernel']} (key {report['key'][:16]}), from: {report['from']}")
-    took = duration(report["seconds"]["compile"] * 1e6)
-    fact(out, "compiler", f"{report['compiler']}, {took}, cubin {size(report['cubin_bytes'])}")
-    elsewhere = "in the pack" if report["from"] == "pack" else "not stored: the cache cannot be written"
+    seconds = report["seconds"].get("compile")  # not of shipped kernels: two builds of a wheel are the same
+    took = f"{duration(seconds * 1e6)}, " if seconds is not None else ""
+    fact(out, "compiler", f"{report['compiler']}, {took}cubin {size(report['cubin_bytes'])}")
+    pack = report["pack"]
+    elsewhere = (
+        f"in the pack {pack['path']} ({named_by(pack['by'])})" if pack else "not stored: the cache cannot be written"
+    )
     fact(out, "source", report["source"] or elsewhere)
     used = f"{resources['registers']} registers a thread, {size(report['shared_bytes'])} shared memory, spills "
     used += f"{resources['spill_stores']} + {resources['spill_loads']} bytes, stack {resources['stack']} bytes"
@@ -133,6 +140,14 @@ def _print(report: dict[str, Any]) -> None:
         fact(out, "warning", warning)
     if "sass" in report:
         out.print(report["sass"])
+
+
+def _pack_of(binary: Binary) -> dict[str, Any] | None:
+    """The pack that the kernel came from, as `Found.to_json` says it, or None."""
+    from deep_gemm.jit.builder import default_builder
+
+    found = default_builder().packs.holder(binary.source_key, binary.name, binary.arch)
+    return found.to_json() if found is not None else None
 
 
 def _asked(spec: GemmSpec) -> str:

@@ -38,6 +38,8 @@ class LaunchConfig:
             must then call ``wait_for_previous_kernel()`` of ``barrier.cuh`` before it accesses memory that the previous
             kernel may write.
         flops: floating-point operations of this call, for the monitor.
+
+    >>> launch = deep_gemm.LaunchConfig(grid=4, block=128, values={"n": 512})
     """
 
     grid: Size
@@ -69,6 +71,8 @@ def tensor_map(x: Tensor, box: tuple[int, ...], swizzle: int = 0, l2_promotion: 
         swizzle: 0, 32, 64 or 128 bytes. l2_promotion: 0, 64, 128 or 256 bytes.
 
     Elements outside of ``x`` read as zero and are not written. Raises InvalidInputError.
+
+    >>> tiles = deep_gemm.tensor_map(torch.ones(64, 64), box=(8, 8))
     """
     check_tensor("x of tensor_map", x)
     if x.dtype not in _DTYPES:

@@ -1,4 +1,7 @@
-"""Kernel families, and which can compute a spec. ``families.py`` lists them; there is no other list."""
+"""Kernel families, and which can compute a spec.
+
+``families.py`` lists GEMMs, and ``other_families.py`` all others; there is no other list. A process imports the list
+that it needs: importing both would take a third of a first call."""
 
 from __future__ import annotations
 
@@ -21,14 +24,17 @@ KernelT = TypeVar("KernelT", bound="Kernel")
 @functools.lru_cache(maxsize=1)
 def registry() -> Mapping[str, Kernel]:
     """Every kernel family by name."""
-    from .families import FAMILIES  # here: a call of a warmed process needs none of them until it launches
-
-    return MappingProxyType({family.name: family for family in FAMILIES})
+    return MappingProxyType({**_gemms(), **_others()})
 
 
+@functools.cache
 def get(name: str) -> Kernel:
     """The kernel family called ``name``; KeyError if there is none."""
-    return registry()[name]
+    # What was imported already first: a process that casts needs no GEMM, and the reverse.
+    for families in sorted((_gemms, _others), key=lambda each: -each.cache_info().currsize):
+        if name in (known := families()):
+            return known[name]
+    raise KeyError(name)
 
 
 def gemm_family(name: str) -> GemmFamily:
@@ -38,9 +44,16 @@ def gemm_family(name: str) -> GemmFamily:
 
 @functools.lru_cache(maxsize=1)
 def _gemms() -> Mapping[str, GemmFamily]:
-    from .families import GEMMS
+    from .families import GEMMS  # here: a call of a warmed process needs none of them until it launches
 
     return {family.name: family for family in GEMMS}
+
+
+@functools.lru_cache(maxsize=1)
+def _others() -> Mapping[str, Kernel]:
+    from .other_families import OTHERS
+
+    return {family.name: family for family in OTHERS}
 
 
 def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
@@ -51,7 +64,7 @@ def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
 
 def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
-    return _able([family for name, family in registry().items() if name not in _gemms()], spec, arch)[0]
+    return _able(list(_others().values()), spec, arch)[0]
 
 
 def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> list[KernelT]:

@@ -80,7 +80,7 @@ class Kernel(ABC):
     """One kernel family: a template, and the Python code that knows its legal configs.
 
     Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from an instance in
-    `families.FAMILIES`.
+    `families.GEMMS` or in `other_families.OTHERS`.
     """
 
     name: str
@@ -135,6 +135,11 @@ class Kernel(ABC):
 
     def precompile_cases(self) -> list[KernelParams]:
         """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
+        return self.cases()
+
+    def default_cases(self) -> list[KernelParams]:
+        """The instances that calls with default options can need, but for those of a `GemmFamily`, which depend on the
+        operation (see `aot.shipped`)."""
         return self.cases()
 
     def describe(self, config: Config) -> str:

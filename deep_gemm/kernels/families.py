@@ -1,4 +1,4 @@
-"""The kernel families: for GEMMs a row each of what is supported, and the kernels that prepare operands."""
+"""The families of GEMM kernels: a row each of what is supported."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ from typing import Any
 from ..params import GemmConfig
 from ..spec import GemmSpec, Grouping
 from . import serving
-from .base import Kernel
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
 from .gemm import SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
-from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
-from .quantize import QUANTIZE
-from .rows import ROWS
-from .sm90_fp8_mqa_logits import PROMPT_LOGITS
-from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
-from .sm90_tf32_hc_prenorm_gemm import PRENORM
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
@@ -60,6 +53,7 @@ FP8_GEMM = GemmFamily(
     outputs=("bf16",),
     accumulates=("none",),
     prefix="fp8_gemm",
+    has_epilogues=True,
     varied=(
         ((256, 128, (2, 1, 1)), {}),
         ((128, 128), {"store": "direct"}),
@@ -80,6 +74,7 @@ FP8_ROWS = GemmFamily(
     accumulates=("none",),
     aligned_d=True,
     label="rows ",
+    has_epilogues=True,
     varied=(((128, 128), {"shape": SHAPE}),),
 )
 
@@ -94,6 +89,7 @@ FP8_SWAPPED = GemmFamily(
     label="swapped ",
     prefix="fp8_gemm",
     tile_prefix="swapped_",
+    has_epilogues=True,
     varied=(
         ((64,), {}),
         ((64, 4, 2), {}),
@@ -112,6 +108,7 @@ FP8_SCALED = GemmFamily(
     outputs=("f32", "bf16", "f16"),
     limit=_rows_have_own_kernel,
     label="any ",
+    has_epilogues=True,
     serving_options=_any_scaling,
     varied=(
         ((128, 160), {"accumulate": "reduces"}),
@@ -143,6 +140,7 @@ FP8_SCALED_SWAPPED = GemmFamily(
     limit=_plain_has_own_kernels,
     label="any swapped ",
     tile_prefix="swapped_",
+    has_epilogues=True,
     varied=(
         ((64,), {"scaling": "1d2d", "output": "f32"}),
         ((16, 4), {"scaling": "1d2d", "output": "f32", "accumulate": "reads"}),
@@ -209,6 +207,7 @@ FP8_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     label="any ",
+    has_epilogues=True,
     varied=(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
@@ -241,6 +240,7 @@ HALF_GEMM = GemmFamily(
     dtypes=("bf16", "f16"),
     majors=ALL_MAJORS,
     outputs=(SAME, "f32"),
+    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "km"}),
         ((128, 256), {"majors": "mm"}),
@@ -275,6 +275,7 @@ HALF_SWAP_AB = GemmFamily(
     aligned_d=True,
     label="turned ",
     tile_prefix="turned_",
+    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "mm"}),
         ((200, 128), {"majors": "km"}),
@@ -298,6 +299,7 @@ HALF_SWAPPED = GemmFamily(
     outputs=(SAME, "f32"),
     label="swapped ",
     tile_prefix="swapped_",
+    has_epilogues=True,
     varied=(
         ((64,), {"majors": "km"}),
         ((16, 4), {"majors": "km", "output": "f32"}),
@@ -322,6 +324,7 @@ HALF_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     limit=_mn_major_b_has_whole_blocks,
+    has_epilogues=True,
     varied=(
         ((128, 256), {"grouping": "masked", "majors": "km"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
@@ -390,10 +393,4 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_PARTS),
     *(HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
-)
-
-FAMILIES: tuple[Kernel, ...] = (
-    *GEMMS,
-    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, ROWS, SUM_PARTS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
-    *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
 )

@@ -16,7 +16,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
 from ..settings import settings
 from ..spec import Accumulate, GemmSpec, Grouping, Spec
-from . import ffma_bursts, groups
+from . import epilogues, ffma_bursts, groups
 from . import gemm_source as source
 from .base import Argument, Kernel, Strides, Value
 from .features import Features
@@ -33,8 +33,8 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-EPILOGUES: dict[str, str] = {"none": ""}
-"""What can be applied to final sums, by the names in `GemmSpec`; and the names in ``output.cuh``."""
+FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu+residual")
+"""The epilogues of the cases of families that have any."""
 
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -49,7 +49,8 @@ class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
     It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
-    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``limit`` refuses more, in
+    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store.
+    ``has_epilogues``: it takes all that `epilogues` has. ``limit`` refuses more, in
     a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
     of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
     `config` and of `case`.
@@ -65,6 +66,7 @@ class GemmFamily(Kernel):
     groupings: tuple[Grouping, ...] = ("none",)
     accumulates: tuple[Accumulate, ...] = get_args(Accumulate)
     aligned_d: bool = False
+    has_epilogues: bool = False
     limit: Callable[[GemmSpec], str | None] = _none
     label: str = ""
     prefix: str = ""
@@ -105,8 +107,8 @@ class GemmFamily(Kernel):
             return "rows of D must begin on 16-byte boundaries"
         if spec.grouping not in self.groupings:
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
-        if spec.epilogue not in EPILOGUES:
-            return f"it applies no {spec.epilogue} to sums"
+        if spec.epilogue != "none" and not self.has_epilogues:
+            return f"it has no epilogue, and {spec.epilogue} is asked for"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -210,8 +212,13 @@ class GemmFamily(Kernel):
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
-        finished = [self.case(self.configs(SM90)[0], epilogue=name) for name in EPILOGUES if name != "none"]
+        names = FINISHED if self.has_epilogues else ()
+        finished = [self.case(self.configs(SM90)[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
+
+    def default_cases(self) -> list[KernelParams]:
+        """None of its own: see `Kernel.default_cases`."""
+        return []
 
     def post_pass(self, params: KernelParams) -> PostPass | None:
         """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off. 1D1D has no runs of one factor, and the template for
@@ -229,13 +236,13 @@ class GemmFamily(Kernel):
         shared = self.shared_bytes(params)
         return source.constants(params, self.rules) | {
             "shared_bytes": shared,
-            "epilogue": EPILOGUES[params.epilogue],
+            "epilogue": epilogues.parse(params.epilogue).device_name,
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        return source.arguments(params, self.rules)
+        return source.arguments(params, self.rules) + epilogues.parse(params.epilogue).arguments
 
     # ---- a launch
 
@@ -250,13 +257,14 @@ class GemmFamily(Kernel):
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
         many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
         summed. With parts, the stride of "parts" is their number. With heads, the strides of "heads" are the columns of
-        a head of D on the left, in the middle and on the right."""
+        a head of D on the left, in the middle and on the right. An epilogue's tensors are operands of their own."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
         ctas, values = launch(self.rules, params, spec, strides, constant and pdl)
         if params.accumulate == "reads" and "c_stride" not in values:
             values["c_stride"] = strides["c"][0]
+        values |= epilogues.parse(params.epilogue).values(strides)
         shape = LaunchShape(
             grid=(ctas, 1, 1),
             block=c.num_threads,

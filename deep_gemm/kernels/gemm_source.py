@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from ..params import KernelParams
@@ -98,7 +99,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         "b1" if c.buffers == 1 else "",
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
-        p.epilogue if p.epilogue != "none" else "",
+        re.sub(r"\W", "_", p.epilogue) if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
     ]

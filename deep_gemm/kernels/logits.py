@@ -132,6 +132,10 @@ class LogitsKernel(Kernel):
         """Queries of a product."""
         return f"q{config.tile[0]}"
 
+    def default_cases(self) -> list[KernelParams]:
+        """Every config, with float32 results."""
+        return [KernelParams(self.name, SM90.name, config, output=OUTPUTS[0]) for config in self.configs(SM90)]
+
     def precompile_cases(self) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []

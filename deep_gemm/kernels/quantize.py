@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,11 @@ MAX_GRID_Y = 65535
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "f32")
 BLOCKS: tuple[Blocks, ...] = ("row", "column", "tile")
+OUTPUTS: tuple[tuple[Blocks, Blocks], ...] = (
+    *(("row", "none"), ("none", "column"), ("row", "column"), ("row", "tile"), ("column", "none")),
+    *(("tile", "none"), ("none", "tile"), ("tile", "tile")),
+)
+"""Scales as they are and of the transpose, of each public function."""
 
 _SOURCES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32"}
 _BLOCKS = {"none": "kNothingShared", "row": "kRow", "column": "kColumn", "tile": "kTileShared"}
@@ -185,6 +191,18 @@ class Quantize(Kernel):
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
         return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
+
+    def default_cases(self) -> list[KernelParams]:
+        """Each output, or pair of them, of each type of input, as `deep_gemm.quantize` has them."""
+        specs = [
+            QuantizeSpec(rows, 8192, dtype, plain, transposed, gated, source_rows=source, factors=factors)
+            for dtype, (plain, transposed) in itertools.product(DTYPES, OUTPUTS)
+            for rows in ((1, 64, 8192) if _is_of_rows(plain, transposed) else (8192,))
+            for gated in ((False,) if "tile" in (plain, transposed) else (False, True))
+            for source, factors in itertools.product((None, 1), (False, True))
+        ]
+        able = [spec for spec in specs if self.refuses(spec) is None]
+        return list(dict.fromkeys(self.params(spec, self.config_of(spec), SM90) for spec in able))
 
     def precompile_cases(self) -> list[KernelParams]:
         """Those without an index of rows and without factors, which are for experts."""

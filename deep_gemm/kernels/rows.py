@@ -209,6 +209,21 @@ class Rows(Kernel):
         found += [RowsSpec("silu_and_mul", 64, columns, "bf16", "e4m3", "halves") for columns in (100, 2048)]
         return list(dict.fromkeys(self.params(spec, self.config_of(spec), SM90) for spec in found))
 
+    def default_cases(self) -> list[KernelParams]:
+        """Each function of bf16 with each of its forms and operands, to bf16 and to e4m3, in each config; of rows that
+        are aligned."""
+        found = []
+        for (name, function), output in product(FUNCTIONS.items(), ("bf16", "e4m3")):
+            given = [
+                tuple(each for each, is_here in zip(function.optional, chosen, strict=True) if is_here)
+                for chosen in product((False, True), repeat=len(function.optional))
+            ]
+            for form, operands, config in product(function.forms, given, self.configs(SM90)):
+                for rows in (1, 1 << 16):
+                    spec = RowsSpec(name, rows, config.tile_columns, "bf16", output, form, operands)  # type: ignore[arg-type]
+                    found.append(self.params(spec, self.config_of(spec), SM90))
+        return list(dict.fromkeys(found))
+
 
 def _function(params: KernelParams) -> Function:
     return FUNCTIONS[str(params.options[0])]

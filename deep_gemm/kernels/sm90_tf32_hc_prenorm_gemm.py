@@ -166,6 +166,11 @@ class Prenorm(Kernel):
         others = [PrenormConfig(self.name, 128, 2, columns) for columns in (8, 16, 32)]
         return [KernelParams(self.name, SM90.name, config) for config in (*self.configs(SM90), *others)]
 
+    def default_cases(self) -> list[KernelParams]:
+        """Every config for each number of columns."""
+        columns = range(8, PrenormSpec.MOST_N + 1, 8)
+        return [KernelParams(self.name, SM90.name, config) for n in columns for config in self.configs(SM90, n)]
+
     def precompile_cases(self) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []

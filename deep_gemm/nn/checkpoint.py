@@ -36,6 +36,11 @@ def load_checkpoint(
     Returns the names that are missing in the files, and those that the model does not have.
 
     Raises InvalidInputError, which names the tensors; UnsupportedError if the package safetensors is not installed.
+
+    >>> from safetensors.torch import save_file
+    >>> save_file({"weight": torch.ones(32, 64), "bias": torch.ones(32)}, "layer.safetensors")
+    >>> deep_gemm.nn.load_checkpoint(torch.nn.Linear(64, 32), "layer.safetensors")
+    ((), ())
     """
     if importlib.util.find_spec("safetensors") is None:
         raise UnsupportedError(

@@ -23,7 +23,11 @@ Owners: TypeAlias = dict[int, list[tuple[str, nn.Module]]]
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did. ``print(report)`` shows layers whose names differ in numbers only as one."""
+    """What `convert` did. ``print(report)`` shows layers whose names differ in numbers only as one.
+
+    >>> deep_gemm.nn.convert(torch.nn.Sequential(torch.nn.Linear(64, 128))).converted
+    ('0',)
+    """
 
     converted: tuple[str, ...] = ()
     """The names of the layers that were converted."""
@@ -48,6 +52,11 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
 
     In training mode parameters stay the same objects, so that an optimizer made before goes on. Layers that cannot be
     converted are no error: the report names each, with the reason. An `FP8Linear` of the other mode is converted too.
+
+    >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(64, 128), "odd": torch.nn.Linear(64, 20)})
+    >>> print(deep_gemm.nn.convert(model))
+    1 linear layer converted: up
+    kept, because out_features must be a multiple of 16, but it is 20: odd
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")

@@ -81,6 +81,11 @@ class FP8GroupedLinear(FP8Weights):
             ``weight_scale_inv`` (groups, ceil(out / 128), ceil(in / 128)). A cast takes one launch a group.
 
     Raises InvalidInputError, which names the argument.
+
+    >>> layer = deep_gemm.nn.FP8GroupedLinear(4, 256, 128)
+    >>> routing = deep_gemm.nn.Routing.from_choices(torch.randint(4, (30, 1)), experts=4)
+    >>> layer(routing.spread(torch.randn(30, 256).bfloat16()), routing).shape
+    torch.Size([640, 128])
     """
 
     def __init__(

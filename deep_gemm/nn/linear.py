@@ -77,6 +77,11 @@ class FP8Linear(Linear, FP8Weights):
     training mode it is that of `torch.nn.Linear`. A layer loads either: it casts, or multiplies values by their scales.
 
     Raises InvalidInputError, which names the argument.
+
+    >>> layer = deep_gemm.nn.FP8Linear(256, 128)
+    >>> layer(torch.randn(2, 30, 256).bfloat16()).sum().backward()
+    >>> layer.weight.grad.shape
+    torch.Size([128, 256])
     """
 
     def __init__(
@@ -146,6 +151,10 @@ class BF16Linear(Linear):
 
     Products are those of the result's dtype, bfloat16 or float16: that of x, or of autocast. A weight of another dtype
     is cast. Raises InvalidInputError for a result in float32.
+
+    >>> layer = deep_gemm.nn.BF16Linear(256, 128, dtype=torch.bfloat16)
+    >>> layer(torch.randn(2, 30, 256).bfloat16()).shape
+    torch.Size([2, 30, 128])
     """
 
     def __init__(

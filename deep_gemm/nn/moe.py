@@ -80,6 +80,10 @@ class MoE(nn.Module):
     How many tokens an expert gets stays on the device: the layer never waits for the GPU.
 
     Raises InvalidInputError, which names the argument.
+
+    >>> moe = deep_gemm.nn.MoE(width=256, hidden=128, experts=4, top_k=2)
+    >>> moe(torch.randn(30, 256).bfloat16()).shape
+    torch.Size([30, 256])
     """
 
     def __init__(

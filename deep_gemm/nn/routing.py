@@ -15,7 +15,12 @@ from deep_gemm.spec import SCALE_BLOCK, align
 @dataclass(frozen=True)
 class Routing:
     """Where the rows of each expert are in a matrix of all rows. An expert's rows lie together, and begin at a multiple
-    of 128. Other rows are padding. All tensors are on the device of the tokens."""
+    of 128. Other rows are padding. All tensors are on the device of the tokens.
+
+    >>> routing = deep_gemm.nn.Routing.from_choices(torch.tensor([[1], [0], [1]]), experts=2)
+    >>> routing.sizes.tolist(), routing.rows.flatten().tolist()
+    ([128, 128], [128, 0, 129])
+    """
 
     rows: Tensor
     """(tokens, top_k) int64: the row of each choice of a token."""

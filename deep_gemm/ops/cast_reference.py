@@ -57,6 +57,8 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
     """Cast x of any rank with one scale for each index of the dimensions ``dims``, shared along all the others.
 
     Returns E4M3 of x's shape, and float32 whose shape is that of ``dims``, in the order of x.
+
+    >>> values, scales = deep_gemm.per_custom_dims_cast_to_fp8(torch.ones(4, 8), dims=(0,), use_ue8m0=False)
     """
     _check_input("x", x)
     _check_bool("use_ue8m0", use_ue8m0)
@@ -88,6 +90,10 @@ def dequantise(
         dtype: the type of the multiplication and of the result.
 
     Raises InvalidInputError, which names the argument.
+
+    >>> values, scales = deep_gemm.quantize.blocks(torch.ones(16, 256))
+    >>> deep_gemm.dequantise(values, scales, (128, 128))[0, 0].item()
+    1.0
     """
     for name, tensor in (("x", x), ("sf", sf)):
         check_tensor(name, tensor, (2,), by_torch=True)
@@ -127,7 +133,11 @@ def _of_blocks(rows: int, columns: int, granularity: Sequence[int]) -> tuple[int
 
 
 def ceil_to_ue8m0(x: Tensor) -> Tensor:
-    """Each positive float32 rounded up to a power of two; infinity and NaN stay."""
+    """Each positive float32 rounded up to a power of two; infinity and NaN stay.
+
+    >>> deep_gemm.ceil_to_ue8m0(torch.tensor([0.3, 1.0, 3.0])).tolist()
+    [0.5, 1.0, 4.0]
+    """
     check_tensor("x", x, by_torch=True)
     if x.dtype != torch.float32:
         raise InvalidInputError(f"x must be torch.float32, but it is {_kind(x)}.")
@@ -137,7 +147,11 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
 
 
 def pack_ue8m0_to_int(x: Tensor) -> Tensor:
-    """The exponents of float32 powers of two, four to an int32: (..., k) to (..., k / 4). Other bits are dropped."""
+    """The exponents of float32 powers of two, four to an int32: (..., k) to (..., k / 4). Other bits are dropped.
+
+    >>> hex(deep_gemm.pack_ue8m0_to_int(torch.tensor([1.0, 2.0, 4.0, 0.5])).item())
+    '0x7e81807f'
+    """
     check_tensor("x", x, by_torch=True)
     if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
         raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import EPILOGUES
+from deep_gemm.ops.reference import Finish
 from deep_gemm.runtime.calls import byte_range
 
 from ..errors import InvalidInputError, UnsupportedError
@@ -67,20 +67,10 @@ def check_bool(name: str, value: Any) -> None:
         raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
 
 
-def check_epilogue(epilogue: Any) -> str:
-    """The name of an epilogue, "none" for None. Refuses what is not in `reference.EPILOGUES`."""
-    if epilogue is None:
-        return "none"
-    if isinstance(epilogue, str) and epilogue in EPILOGUES:
-        return epilogue
-    known = f"None or one of {', '.join(EPILOGUES)}" if EPILOGUES else "None: this version has no epilogue"
-    raise UnsupportedError(f"epilogue must be {known}. Apply it to d after the call.")
-
-
-def refuse_alpha(alpha: Any) -> None:
-    """Refuse a keyword of later versions of the interface if it is not None."""
-    if alpha is not None:
-        raise UnsupportedError("alpha must be None: this version has no alpha. Apply it to d after the call.")
+def refuse_epilogue(epilogue: Any) -> None:
+    """Refuse everything except None, where there are no epilogues."""
+    if epilogue is not None:
+        raise UnsupportedError("epilogue must be None here: these products have none. Apply it to d after the call.")
 
 
 OPERAND = "An FP8 operand comes with its scales; per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
@@ -217,19 +207,27 @@ def check_places(named: Mapping[str, Tensor]) -> Accumulate:
     if d.numel():
         check_row_major("d", d)
     inputs = {name: tensor for name, tensor in named.items() if name not in ("c", "d")}
+    for name in ("c", "residual"):
+        if name in named:
+            _check_added(name, named[name])
     if c is None:
+        if "residual" in named and _same(named["residual"], d):
+            del inputs["residual"]
         check_no_overlap("d", d, inputs)
         return "none"
-    if c.numel() and ((c.shape[1] > 1 and c.stride(1) != 1) or (c.shape[0] > 1 and c.stride(0) < c.shape[1])):
-        raise InvalidInputError(
-            f"c must be row-major with rows of its own, as d is, but it is {shape_of(c)} with strides {c.stride()}. "
-            "Pass .contiguous()."
-        )
     if _same(c, d):
         check_no_overlap("d", d, inputs)
         return "in place"
     check_no_overlap("d", d, {**inputs, "c": c})
     return "from c"
+
+
+def _check_added(name: str, c: Tensor) -> None:
+    if c.numel() and ((c.shape[1] > 1 and c.stride(1) != 1) or (c.shape[0] > 1 and c.stride(0) < c.shape[1])):
+        raise InvalidInputError(
+            f"{name} must be row-major with rows of its own, as d is, but it is {shape_of(c)} with strides "
+            f"{c.stride()}. Pass .contiguous()."
+        )
 
 
 def _same(c: Tensor, d: Tensor) -> bool:
@@ -238,12 +236,13 @@ def _same(c: Tensor, d: Tensor) -> bool:
     return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
 
 
-def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate, epilogue: str = "none") -> None:
-    """Write the result for K = 0: zeros, or c, with the epilogue applied."""
+def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate, finish: Finish | None = None) -> None:
+    """Write the result for K = 0: zeros, or c, or the epilogue of these."""
     with torch.inference_mode():  # d may be an inference tensor
-        if accumulate == "none":
+        if finish is not None:
+            zeros = torch.zeros(d.shape, dtype=torch.float32, device=d.device)
+            d.copy_(finish(zeros, (slice(None), slice(None)), c))
+        elif accumulate == "none":
             d.zero_()
         elif c is not None and accumulate == "from c":
             d.copy_(c)
-        if epilogue != "none":
-            d.copy_(EPILOGUES[epilogue](d))

@@ -17,6 +17,7 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
+from .finished import Finished
 from .gemm import C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
@@ -28,14 +29,9 @@ _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
 class Dense(Gemm):
     """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
 
-    def __init__(self, name: str, accumulates: bool = False) -> None:
-        super().__init__(name, accumulates)
-        self.parameters = (
-            *(*self.first, C, *self.options),
-            Parameter("epilogue", "Any", None, keyword=True),
-            Parameter("alpha", "Any", None, "refused", keyword=True),
-            Parameter("form", "str", "nt", "added"),
-        )
+    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
+        super().__init__(name, accumulates, fused)
+        self.parameters = (*self.first, C, *self.options, *self.finishing, Parameter("form", "str", "nt", "added"))
         self.absent = () if accumulates else ("c",)
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
         self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
@@ -46,16 +42,15 @@ class Dense(Gemm):
         ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
         """
         given = self.given(arguments, named_arguments)
-        epilogue = checks.check_epilogue(given["epilogue"])
-        checks.refuse_alpha(given["alpha"])
-        named, form = self.named(given), given["form"]
+        named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
         asked, dims = self.check_options(given)
-        ranks = dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2))
+        ranks = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2), "row_factor": (1,), "bias": (1,)}
         device = checks.check_tensors(self.called(form), named, ranks, (2,))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
         self._check_outputs(named, form)
+        self.check_fused(named, *named["d"].shape, epilogue)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:
@@ -63,14 +58,16 @@ class Dense(Gemm):
                 if named[name].numel() and is_k_major(named[name]):
                     layouts.check_start(name, named[name])
         accumulate = checks.check_places(named)
+        alpha = given.get("alpha", 1.0)
         (m, k), n = named["a"].shape, named["b"].shape[0]
         if m == 0 or n == 0:
             return None
-        if k == 0:
-            checks.write_empty_sum(named["d"], named.get("c"), accumulate, epilogue)
-            return None
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        return GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue)
+        x = GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue, alpha=alpha)
+        if k == 0:
+            checks.write_empty_sum(named["d"], named.get("c"), accumulate, x.finish)
+            return None
+        return x
 
     def _check_values(self, named: Mapping[str, Tensor], form: str) -> None:
         """Check a (M, K) and b (N, K), without their scales."""
@@ -168,9 +165,9 @@ class Dense(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """See `fp8_gemm_reference` and `half_gemm_reference`."""
         if self.is_scaled:
-            fp8_gemm_reference(**x.tensors, scaling=x.scaling, epilogue=x.epilogue)
+            fp8_gemm_reference(**x.plain, scaling=x.scaling, finish=x.finish)
         else:
-            half_gemm_reference(**x.tensors, epilogue=x.epilogue)
+            half_gemm_reference(**x.plain, finish=x.finish)
 
 
 def _is_flipped(name: str, form: str) -> bool:
@@ -187,3 +184,5 @@ def _stride_of_rows(sf: Tensor) -> int:
 
 fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
 """The functions behind the public ones; ``form`` is their last argument."""
+for _name in (FP8, BF16, FP16):
+    Finished(Dense, _name)

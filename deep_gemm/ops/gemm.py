@@ -4,20 +4,23 @@ layout that kernels read."""
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import Scalings
+from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
 from .. import options
 from ..errors import InvalidInputError
+from ..kernels import epilogues
 from ..spec import Accumulate, Major
-from . import checks, layouts, scales
+from . import checks, finished, layouts, scales
+from .epilogue import given_epilogue
+from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
 
@@ -29,6 +32,8 @@ RECIPES = (
     Parameter("recipe_a", "tuple[int, int] | None", None),
     Parameter("recipe_b", "tuple[int, int] | None", None),
 )
+ALPHA = Parameter("alpha", "float | Tensor | None", None, "diverts")
+EPILOGUE = Parameter("epilogue", "Epilogue | None", None, "diverts")
 SCALED = (*RECIPES, COMPILED_DIMS, Parameter("disable_ue8m0_cast", "bool", False))
 """The options of FP8 products."""
 
@@ -55,18 +60,41 @@ class GemmOperands:
     groups: int = 1
     size: int = 1
     epilogue: str = "none"
+    alpha: float = 1.0
+
+    @property
+    def plain(self) -> dict[str, Tensor]:
+        """The tensors without those of an epilogue."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in FUSED}
+
+    @property
+    def finish(self) -> Finish | None:
+        """The epilogue for the reference."""
+        if self.epilogue == "none":
+            return None
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
+        return Finish(epilogues.parse(self.epilogue).activation, self.alpha, **tensors)
 
 
 class Gemm(Operation):
-    """One product, for all dtypes. ``accumulates``: there is a c."""
+    """One product, for all dtypes. ``accumulates``: there is a c. ``fused``: there is an epilogue, with these tensors
+    of `FUSED`; a product without one passes calls that have an epilogue on to one with it."""
 
     output = "d"
     layout = ""
     """The argument with the groups."""
     has_weights = True
 
-    def __init__(self, name: str, accumulates: bool = False) -> None:
-        self.name, self.product = name, PRODUCTS[name]
+    floats = ("alpha",)
+
+    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
+        self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
+        if fused is None:
+            self.finishing = ALPHA, EPILOGUE
+        else:
+            added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
+            self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)
+            self.has_operator = False
         self.is_scaled = self.product.is_scaled
         self.dtype = TORCH[self.product.dtype]
         kind = PAIR if self.is_scaled else TENSOR
@@ -76,8 +104,9 @@ class Gemm(Operation):
         parts = {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"} if self.is_scaled else {}
         self.operands = {name: parts.get(name, name) for name in names}
         self.operands |= {"layout": self.layout} if self.layout else {}
+        self.operands |= {name: name for name in self.fused}
         self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
-        self.in_place = "c" if accumulates else ""
+        self.in_place = "c" if accumulates else "residual" if "residual" in self.fused else ""
         self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
         self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
 
@@ -89,7 +118,9 @@ class Gemm(Operation):
                 found[name], found[f"the scales of {name}"] = checks.pair(name, given[name])
             else:
                 found[name] = given[name]
-        return found | {name: given[name] for name in (self.layout, "c", "d") if name in self.operands.values()}
+        return found | {
+            name: given[name] for name in (self.layout, *self.fused, "c", "d") if name in self.operands.values()
+        }
 
     def check_options(self, given: Mapping[str, Any]) -> tuple[Scalings | None, str]:
         """The scalings that a recipe asks for, if one is given, and the dimensions to compile into the kernel."""
@@ -99,6 +130,42 @@ class Gemm(Operation):
         dims = checks.check_compiled_dims(given["compiled_dims"])
         checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
         return asked, dims
+
+    def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
+        """A call with an epilogue, by the operation for its tensors."""
+        epilogue = given_epilogue(arguments["epilogue"], arguments.get("alpha"))
+        if epilogue is None:
+            plain(**{f"{name}_": value for name, value in (arguments | {"epilogue": None}).items()})
+            return
+        given = {**arguments, "alpha": epilogue.number, "epilogue": epilogue.text, **epilogue.tensors}
+        if not (torch.compiler.is_compiling() and finished.records(self.name, given)):
+            finished.call(type(self), self.name, given, tuple(epilogue.tensors))
+
+    def check_fused(self, named: Mapping[str, Any], m: int, n: int, epilogue: str) -> None:
+        """Check an epilogue's tensors, and that the operation has those of ``epilogue``; d has M x N elements."""
+        if epilogue == "none" and not self.fused:
+            return
+        shapes = {
+            "row_factor": (*named["a"].shape[:-2], m),
+            "bias": (*named["b"].shape[:-2], n),
+            "residual": tuple(named["d"].shape),
+        }
+        for name in self.fused:
+            x, wanted = named[name], shapes[name]
+            if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
+                raise InvalidInputError(
+                    f"{name} of the epilogue must have the shape {wanted}, but it has {checks.shape_of(x)}."
+                )
+        if "bias" in named and n > 1 and named["bias"].stride(-1) != 1:
+            raise InvalidInputError(
+                f"bias of the epilogue must be contiguous, but its strides are {named['bias'].stride()}. Pass "
+                "bias.contiguous()."
+            )
+        if "residual" in named and named["residual"].dtype != (wanted := named["d"].dtype):
+            raise InvalidInputError(
+                f"residual of the epilogue must have d's dtype, {wanted}, but it is {named['residual'].dtype}. Pass "
+                f"residual.to({wanted})."
+            )
 
     def called(self, form: str = "nt") -> str:
         """The name by which callers know this product in ``form``, for messages."""
@@ -115,7 +182,7 @@ class Gemm(Operation):
 
     def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
         """Add c and d. Returns whether TMA can write them."""
-        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", "d") if name in x.tensors}
+        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", "residual", "d") if name in x.tensors}
         for name, tensor in outputs.items():
             row = layouts.row_stride(tensor)
             found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
@@ -124,6 +191,11 @@ class Gemm(Operation):
     def work(self, x: GemmOperands, device: int) -> Work:
         """The GEMM, after the launches that prepare its operands."""
         found = Preparation({name: name for name in x.tensors})
+        found.strides |= {name: x.tensors[name].stride() for name in ("bias",) if name in x.tensors}
+        if "row_factor" in x.tensors:
+            found.strides["row_factor"] = (_step(x.tensors["row_factor"]),)
+        if x.epilogue != "none":
+            found.strides["alpha"] = (x.alpha,)  # type: ignore[assignment]
         majors = self.place(found, x)
         aligned = self.place_outputs(found, x)
         asked = spec(
@@ -145,3 +217,8 @@ class Gemm(Operation):
             compiled_dims=x.compiled_dims,
         )
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
+
+
+def _step(x: Tensor) -> int:
+    """Elements from one row's factor to the next: zero if all rows share one."""
+    return 0 if x.numel() == 1 else x.stride(-1)

@@ -6,7 +6,9 @@ It serves tensors on the CPU, GPUs without kernels (`DG_FALLBACK=torch`), and te
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -23,8 +25,39 @@ Scalings: TypeAlias = tuple[Scaling, Scaling]
 
 BLOCKS: Scalings = ("1x128", "128x128")
 
-EPILOGUES: dict[str, Callable[[Tensor], Tensor]] = {}
-"""What can be applied to sums before they are rounded, by the names that callers give."""
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_erf": torch.nn.functional.gelu,
+    "relu": torch.relu,
+    "relu2": lambda x: torch.relu(x).square(),
+}
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+each has a struct, whose name is the same in the form of a C++ name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Finish:
+    """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of D."""
+
+    activation: str = ""
+    alpha: float = 1.0
+    row_factor: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+
+    def __call__(self, product: Tensor, where: tuple[slice, slice], c: Tensor | None = None) -> Tensor:
+        """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C."""
+        rows, columns = where
+        factor = torch.tensor(self.alpha, dtype=torch.float32)
+        if self.row_factor is not None:
+            each = self.row_factor if self.row_factor.numel() == 1 else self.row_factor[rows]
+            factor = each.reshape(-1, 1) * factor
+        x = product.float() * factor.to(product.device)
+        x = x if c is None else x + c
+        x = x if self.bias is None else x + self.bias[columns]
+        x = ACTIVATIONS[self.activation](x) if self.activation else x
+        return x if self.residual is None else x + self.residual[where]
 
 
 def fp8_gemm_reference(
@@ -35,18 +68,21 @@ def fp8_gemm_reference(
     d: Tensor,
     c: Tensor | None = None,
     scaling: Scalings = BLOCKS,
-    epilogue: str = "none",
+    finish: Finish | None = None,
 ) -> None:
-    """Write ``(c +) (a * sfa) @ (b * sfb)^T``, with an epilogue of `EPILOGUES` applied, into ``d``, rounded once to d's
-    dtype. Shapes are those of `fp8_gemm_nt`; c (M, N) may be d."""
+    """Write ``(c +) (a * sfa) @ (b * sfb)^T``, or its `Finish`, into ``d``, rounded once to d's dtype. Shapes are those
+    of `fp8_gemm_nt`; c (M, N) may be d."""
     with plain_arithmetic(a.device):
         for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling):
-            _write(d, (rows, columns), block, c, epilogue)
+            _write(d, (rows, columns), block, c, finish)
 
 
-def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | None, epilogue: str) -> None:
-    finished = block if c is None else block + c[where]
-    d[where].copy_(finished if epilogue == "none" else EPILOGUES[epilogue](finished))
+def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | None, finish: Finish | None) -> None:
+    added = None if c is None else c[where]
+    if finish is not None:
+        d[where].copy_(finish(block, where, added))
+    else:
+        d[where].copy_(block if added is None else block + added)
 
 
 def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
@@ -62,10 +98,10 @@ def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: 
     return dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
 
 
-def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, epilogue: str = "none") -> None:
-    """Write ``(c +) a @ b^T``, with an epilogue of `EPILOGUES` applied, into ``d``, rounded once to d's dtype. a (M, K)
-    and b (N, K) have any floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products
-    of two 16-bit elements are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
+def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, finish: Finish | None = None) -> None:
+    """Write ``(c +) a @ b^T``, or its `Finish`, into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) have any
+    floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements
+    are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
     (m, k), n = a.shape, b.shape[0]
     with plain_arithmetic(a.device):
         step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
@@ -74,7 +110,7 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
             b_t = b[n0 : n0 + step_n].double().t()
             for m0 in range(0, m, step_m):
                 block = a[m0 : m0 + step_m].double() @ b_t
-                _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, epilogue)
+                _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, finish)
 
 
 def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None, sfb: Tensor | None = None) -> None:

@@ -23,7 +23,14 @@ def entry_source(variants: Sequence[Operation]) -> str:
     tensors that are `Operation.absent`; those with more of them come first. It makes a warm call, or calls
     `Calls.first`. All that `Operation.check`, `Operation.work` and the choice of a plan look at is in ``key`` or in
     ``rest``, or clears what is remembered when it changes."""
-    lines = [f"def entry({', '.join(map(_own, variants[0].arguments))}):"]
+    taken = [_own(parameter) for parameter in variants[0].entry_arguments]
+    lines = [f"def entry({', '.join(taken)}):"]
+    if diverts := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "diverts"]:
+        lines += [
+            f"    if {' or '.join(f'{each} is not None' for each in diverts)}:",
+            f"        diverted(dict(zip(names, ({', '.join(taken)},))), entry)",
+            "        return",
+        ]
     if variants[0].has_operator:
         refused = [_own(parameter) for parameter in variants[0].arguments if parameter.use == "refused"]
         name = operators.name_of(variants)

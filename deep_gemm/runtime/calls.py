@@ -217,6 +217,8 @@ def entry(*variants: Operation) -> Callable[..., None]:
         "current_device": _current_device,
         "choices": options.current(),
         "environment": environment(),
+        "diverted": variants[0].diverted,
+        "names": [parameter.name for parameter in variants[0].entry_arguments],
         **{f"calls{index}": Calls(operation, variants) for index, operation in enumerate(variants)},
     }
     made = function(entry_source(variants), "entry", f"entry of {variants[0].name}", namespace)

@@ -33,7 +33,11 @@ def add_plan(key: Hashable, entry: Callable[[], dict[str, Any]]) -> None:
 def debug_info() -> dict[str, Any]:
     """Versions, settings that differ from their defaults, build statistics, and one entry for each plan: the problem,
     the config and the next best with the model's estimates, where the binary came from, its resources, and times in
-    seconds. JSON-ready."""
+    seconds. JSON-ready.
+
+    >>> sorted(deep_gemm.debug_info())
+    ['builder', 'driver', 'plans', 'python', 'settings', 'torch']
+    """
     import torch
 
     from deep_gemm.jit.builder import default_builder
@@ -65,7 +69,10 @@ def _plain(value: Any) -> Any:
 
 def dump_debug_info(path: str | Path) -> None:
     """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written, and InvalidInputError for what is
-    no path."""
+    no path.
+
+    >>> deep_gemm.dump_debug_info("debug.json")
+    """
     if not isinstance(path, (str, Path)) or "\0" in str(path):
         raise InvalidInputError(f"path must be the path of a file, without a zero byte, but it is {path!r}.")
     Path(path).write_text(json.dumps(debug_info(), indent=1) + "\n")

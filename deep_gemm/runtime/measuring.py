@@ -59,6 +59,11 @@ def tuning() -> Iterator[list[Tuned]]:
     Times are kept in the cache directory, for processes with ``DG_TUNE=read``. This process reads them from now on, as
     if it had that setting. A kind of call whose times are kept is not measured again. Yields a list to which each
     measurement is added. The block holds for all threads of the process.
+
+    >>> with deep_gemm.tuning() as measured:
+    ...     pass  # calls on a GPU
+    >>> measured
+    []
     """
     global _listening
     found: list[Tuned] = []

@@ -68,13 +68,13 @@ class Parameter:
 
     ``use`` says where its value goes. "call": the launch may depend on it. "refused": it must be None in this version.
     "before": the public function uses it, or it has no effect; the operation never sees it. "added": the public
-    function itself gives it to the operation.
+    function itself gives it to the operation. "diverts": if it is not None, `Operation.diverted` makes the call.
     """
 
     name: str
     type: str
     default: Any = REQUIRED
-    use: Literal["call", "refused", "before", "added"] = "call"
+    use: Literal["call", "refused", "before", "added", "diverts"] = "call"
     keyword: bool = False
 
 
@@ -114,6 +114,11 @@ class Operation(ABC):
     @functools.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
         """The parameters of `check`."""
+        return tuple(parameter for parameter in self.parameters if parameter.use not in ("before", "diverts"))
+
+    @functools.cached_property
+    def entry_arguments(self) -> tuple[Parameter, ...]:
+        """The parameters of its entry: see `calls.entry`."""
         return tuple(parameter for parameter in self.parameters if parameter.use != "before")
 
     @functools.cached_property
@@ -127,6 +132,11 @@ class Operation(ABC):
     @abstractmethod
     def check(self, *arguments: Any, **named: Any) -> Any:
         """The checked operands; None if there is nothing to do. Raises InvalidInputError and UnsupportedError."""
+
+    def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
+        """Make a call in which a parameter that "diverts" is given. ``arguments`` are all of the entry's, by name, and
+        ``plain`` is the entry itself."""
+        raise NotImplementedError(f"{self.name} has no parameter that diverts a call")
 
     def faults(self, x: Any) -> Sequence[Fault]:
         """What may be wrong with values on the device, for operations whose `settings` include "check"."""

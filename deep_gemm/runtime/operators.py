@@ -90,12 +90,17 @@ def is_recorded(arguments: Sequence[Any]) -> bool:
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     """Call the operator of ``variants`` with the arguments of their entry."""
     name = name_of(variants)
-    flat: list[Any] = []
     register(name)
-    for parameter, value in zip(variants[0].arguments, arguments, strict=True):
+    getattr(getattr(torch.ops, NAMESPACE), name)(*flattened(variants[0], arguments))
+
+
+def flattened(operation: Operation, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an operator from those of its operation's entry."""
+    flat: list[Any] = []
+    for parameter, value in zip(operation.arguments, arguments, strict=True):
         if parameter.use != "refused":
             flat += value if parameter.type == _PAIR else [value]
-    getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
+    return flat
 
 
 def schema(variants: Sequence[Operation]) -> str:
@@ -154,7 +159,8 @@ def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
 
 def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable[..., None]:
     def real(*flat: Any) -> None:
-        entry(*_arguments(variants[0], flat))
+        given = iter(_arguments(variants[0], flat))
+        entry(*(None if parameter.use == "diverts" else next(given) for parameter in variants[0].entry_arguments))
 
     return real
 

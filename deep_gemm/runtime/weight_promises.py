@@ -82,6 +82,9 @@ def declare_constant(*tensors: Tensor) -> None:
 
     Raises:
         InvalidInputError: an argument is not a tensor with memory of its own. Nothing is declared then.
+
+    >>> w = torch.ones(32, 64).bfloat16()
+    >>> deep_gemm.declare_constant(w)
     """
     storages = [_storage(x, index, "declare_constant") for index, x in enumerate(tensors)]
     if not _callbacks_work():
@@ -104,6 +107,10 @@ def retract_constant(*tensors: Tensor) -> None:
 
     Raises:
         InvalidInputError: an argument is not a tensor with memory of its own. Nothing is retracted then.
+
+    >>> w = torch.ones(32, 64).bfloat16()
+    >>> deep_gemm.declare_constant(w)
+    >>> deep_gemm.retract_constant(w)
     """
     storages = [_storage(x, index, "retract_constant") for index, x in enumerate(tensors)]
     found = [_promises.pop(id(storage), None) for storage in storages]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -276,6 +277,23 @@ def sweep(folder: Path, older_than: float = _STALE_SECONDS, prefix: str = "") ->
     with contextlib.suppress(OSError), Folder.open(folder, trust=True) as opened:
         return opened.sweep(older_than, prefix)
     return 0
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file that others may read, whole or not at all; its directory is made if need be. Raises OSError."""
+    make_directories(path.parent, 0o755)
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fchmod(descriptor, 0o644)
+            os.fsync(descriptor)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+    sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -7,158 +7,34 @@
 The manifest and the layout give the place of each byte, so that no member has to be walked over. Every header must be
 the one that this module writes: a file with a link, a path or a further member is refused. Nothing is unpacked: a cubin
 is read, checked, and used from memory.
+
+`read` and `problems` also take a solid pack; see `solid.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import re
 import stat
 import tarfile
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-from deep_gemm.jit.cache import files
+from deep_gemm.jit.cache import files, solid
 from deep_gemm.jit.cache.archive import BLOCK, archive_size, header, padded
+from deep_gemm.jit.cache.packable import Kernel, Packable, summary
+from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.key import SCHEMA
-from deep_gemm.jit.resources import Resources, seconds_from_json, shown
+from deep_gemm.jit.resources import shown
 
 SUFFIX = ".dgpack"
 FORMAT = 1
 MANIFEST = "manifest.json"
 _SUMS = f"{MANIFEST}.sha256"
-_DISTRIBUTION = "deep-gemm-jit"
 _MAX_MANIFEST = 1 << 25
-_MAX_FILE = 1 << 30
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,159}")
-ARCH = re.compile(r"sm_\d{2,3}[af]?")
-_KEY = re.compile(r"[0-9a-f]{40}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
-    compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` identifies what
-    its source was rendered from; it is empty if that is not known."""
-
-    name: str
-    arch: str
-    source_key: str
-    render_key: str
-    key: str
-    cuda: str
-    compiler: str
-    cubin_bytes: int
-    cubin_sha256: str
-    source_bytes: int
-    source_sha256: str
-    resources: Resources
-    seconds: Mapping[str, float] = field(hash=False)
-    meta: Mapping[str, Any] = field(hash=False)
-
-    @property
-    def toolkit(self) -> tuple[int, int]:
-        """`cuda` as numbers, to compare."""
-        major, minor = self.cuda.split(".")
-        return int(major), int(minor)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name) for name in (*_TEXTS, *_SIZES)},
-            "resources": self.resources.to_json(),
-            "seconds": dict(self.seconds),
-            "meta": dict(self.meta),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Kernel:
-        """Raises ValueError for what `to_json` did not write."""
-        texts: dict[str, Any] = {name: data.get(name) for name in _TEXTS}
-        for name, pattern in _TEXTS.items():
-            if not isinstance(texts[name], str) or not pattern.fullmatch(texts[name]):
-                raise ValueError(f"{name} of a kernel is {shown(texts[name])}")
-        sizes: dict[str, Any] = {name: data.get(name) for name in _SIZES}
-        for name, value in sizes.items():
-            if type(value) is not int or not 0 <= value <= _MAX_FILE:
-                raise ValueError(f"{name} of {texts['name']} is {shown(value)}")
-        meta = data.get("meta")
-        if not isinstance(meta, dict):
-            raise ValueError(f"meta of {texts['name']} is no object")
-        resources, seconds = Resources.from_json(data.get("resources")), seconds_from_json(data.get("seconds"))
-        return cls(**texts, **sizes, resources=resources, seconds=seconds, meta=meta)
-
-
-_TEXTS = {
-    "name": NAME,
-    "arch": ARCH,
-    "source_key": _KEY,
-    "render_key": re.compile(r"([0-9a-f]{40})?"),
-    "key": _KEY,
-    "cuda": _VERSION,
-    "compiler": re.compile(r"[ -~]{1,200}"),
-    "cubin_sha256": _SHA256,
-    "source_sha256": _SHA256,
-}
-_SIZES = ("cubin_bytes", "source_bytes")
-
-
-@dataclass(frozen=True)
-class Packable:
-    """A kernel with its bytes: `cubin`, and `source` as it was rendered."""
-
-    kernel: Kernel
-    cubin: bytes
-    source: bytes
-
-
-def packable(
-    *,
-    name: str,
-    arch: str,
-    source_key: str,
-    key: str,
-    cuda: str,
-    compiler: str,
-    cubin: bytes,
-    source: bytes,
-    resources: Resources,
-    seconds: Mapping[str, float],
-    meta: Mapping[str, Any],
-    render_key: str = "",
-) -> Packable:
-    """A kernel for a pack. Raises ValueError for a field that a manifest cannot have, and for what is not plain
-    JSON."""
-    kernel = Kernel(
-        name=name,
-        arch=arch,
-        source_key=source_key,
-        render_key=render_key,
-        key=key,
-        cuda=cuda,
-        compiler=compiler,
-        cubin_bytes=len(cubin),
-        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
-        source_bytes=len(source),
-        source_sha256=hashlib.sha256(source).hexdigest(),
-        resources=resources,
-        seconds=seconds,
-        meta=meta,
-    )
-    try:
-        if not cubin:
-            raise ValueError("its cubin is empty")
-        kernel = Kernel.from_json(json.loads(json.dumps(kernel.to_json(), allow_nan=False)))
-    except (TypeError, RecursionError) as error:
-        raise ValueError(f"{name} cannot be described as JSON: {error!r}") from error
-    return Packable(kernel, cubin, source)
 
 
 @dataclass(frozen=True)
@@ -174,9 +50,26 @@ class Pack:
     offsets: Mapping[str, int]
 
     @property
+    def count(self) -> int:
+        """The number of kernels."""
+        return len(self.kernels)
+
+    @property
     def cubin_bytes(self) -> int:
         """The size of all cubins together."""
         return sum(kernel.cubin_bytes for kernel in self.kernels.values())
+
+    def find(self, source_key: str) -> Kernel | None:
+        """The kernel with this source key, or None."""
+        return self.kernels.get(source_key)
+
+    def rendered(self, render_key: str) -> Kernel | None:
+        """The first kernel whose source was rendered from what has this key, or None."""
+        return self._rendered.get(render_key)
+
+    @cached_property
+    def _rendered(self) -> dict[str, Kernel]:
+        return {kernel.render_key: kernel for kernel in reversed(list(self.kernels.values())) if kernel.render_key}
 
     def cubin(self, source_key: str) -> bytes:
         """The verified cubin. Raises OSError or ValueError; KeyError for a kernel that is not in this pack."""
@@ -208,7 +101,7 @@ class Pack:
         return content
 
 
-def read(path: Path, trust: bool = False) -> Pack:
+def read(path: Path, trust: bool = False) -> Pack | SolidPack:
     """The pack at `path`. Raises OSError or ValueError, whose text is the reason, if there is none or it is damaged;
     and, unless `trust`, if somebody other than this user or root could have written it, since a cubin is code.
 
@@ -221,6 +114,8 @@ def read(path: Path, trust: bool = False) -> Pack:
         problem = None if trust else _danger(status, path)
         if problem is not None:
             raise files.UnsafeError(problem)
+        if os.pread(descriptor, len(solid.MAGIC), 0) == solid.MAGIC:
+            return solid.read(descriptor, path)
         total = status.st_size
         text, start = _manifest(descriptor, total)
     finally:
@@ -256,6 +151,8 @@ def problems(path: Path) -> list[str]:
     """What is wrong with the pack at `path`, every byte checked, as sentences; empty if it is sound."""
     try:
         pack = read(path, trust=True)
+        if isinstance(pack, SolidPack):
+            return pack.problems()
         descriptor = files.open_file(path)
     except (OSError, ValueError) as error:
         return [str(error)]
@@ -298,50 +195,19 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
     if len(text) > _MAX_MANIFEST:
         raise ValueError(f"{len(listed)} kernels are too many for one pack: write several")
     digest = hashlib.sha256(text).hexdigest()
-    # Made to be read by others, like the pack.
-    files.make_directories(path.parent, 0o755)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            members = [(MANIFEST, text), (_SUMS, _sums(digest))]
-            for item in order:
-                members += [(f"{item.kernel.source_key}.cubin", item.cubin)]
-                members += [(f"{item.kernel.source_key}.cu", item.source)]
-            for name, content in members:
-                file.write(header(name, len(content)))
-                file.write(content + bytes(padded(len(content)) - len(content)))
-            file.write(bytes(archive_size(file.tell()) - file.tell()))
-            file.flush()
-            # A pack is made to be read by others, unlike an entry of the cache.
-            os.fchmod(descriptor, 0o644)
-            os.fsync(descriptor)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-    files.sync_directory(path.parent)
+    members = [(MANIFEST, text), (_SUMS, _sums(digest))]
+    for item in order:
+        members += [(f"{item.kernel.source_key}.cubin", item.cubin), (f"{item.kernel.source_key}.cu", item.source)]
+    parts = [part for name, content in members for part in (header(name, len(content)), _whole_blocks(content))]
+    size = sum(map(len, parts))
+    files.write_whole(path, [*parts, bytes(archive_size(size) - size)])
     return listed
 
 
 def _encode(listed: list[Kernel]) -> bytes:
-    body = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "version": _version(),
-        "arches": sorted({kernel.arch for kernel in listed}),
-        "toolkits": sorted({kernel.cuda for kernel in listed}),
-        "compilers": sorted({kernel.compiler for kernel in listed}),
-        "kernels": [kernel.to_json() for kernel in listed],
-    }
+    kernels = [kernel.to_json() for kernel in listed]
+    body = {"format": FORMAT, "kernels": kernels, **summary(listed)}
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
-
-
-def _version() -> str:
-    """The version of this package, for people to read. Which kernels a pack can serve is decided by its keys."""
-    try:
-        return importlib.metadata.version(_DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:  # a copy of the sources that nobody installed
-        return "unknown"
 
 
 def _manifest(descriptor: int, total: int) -> tuple[bytes, int]:
@@ -373,6 +239,10 @@ def _sizes(pack: Pack, descriptor: int) -> list[int]:
     manifest = _size(os.pread(descriptor, BLOCK, 0))
     kernels = [size for kernel in pack.kernels.values() for size in (kernel.cubin_bytes, kernel.source_bytes)]
     return [manifest, len(_sums("0" * 64)), *kernels]
+
+
+def _whole_blocks(content: bytes) -> bytes:
+    return content + bytes(padded(len(content)) - len(content))
 
 
 def _sums(digest: str) -> bytes:

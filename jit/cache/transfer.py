@@ -16,7 +16,7 @@ from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address, Entry
 from deep_gemm.jit.cache.files import resolved
 from deep_gemm.jit.cache.maintenance import _address, _times_kept
-from deep_gemm.jit.cache.pack import Kernel, Packable, packable
+from deep_gemm.jit.cache.packable import Kernel, Packable, packable
 from deep_gemm.jit.cache.root import root_problem
 
 Progress = Callable[[int, int], None]
@@ -145,10 +145,11 @@ def _of_entry(address: Address, entry: Entry) -> Packable:
 def _packed(path: Path, trust: bool, progress: Progress | None) -> Iterator[_Stored | Item]:
     try:
         pack = packs.read(path, trust)
+        kernels = pack.kernels
     except (OSError, ValueError) as error:
         yield Item(str(path), "", "unsound", str(error))
         return
-    for done, (source_key, kernel) in enumerate(pack.kernels.items(), 1):
+    for done, (source_key, kernel) in enumerate(kernels.items(), 1):
         origin = f"{path}:{source_key}"
         try:
             address = Address(kernel.arch, kernel.cuda, "any", kernel.name, kernel.key)
@@ -156,7 +157,7 @@ def _packed(path: Path, trust: bool, progress: Progress | None) -> Iterator[_Sto
         except (OSError, ValueError) as error:
             yield Item(origin, kernel.name, "unsound", str(error))
         if progress is not None:
-            progress(done, len(pack.kernels))
+            progress(done, len(kernels))
 
 
 def _write(found: Iterator[_Stored | Item], out: Path) -> list[Item]:

@@ -8,6 +8,7 @@
 #include "barrier.cuh"
 #include "edge_boxes.cuh"
 #include "epilogue.cuh"
+#include "finish.cuh"
 #include "fp8_mainloop.cuh"
 #include "loaders.cuh"
 #include "next_tile_hint.cuh"
@@ -49,6 +50,8 @@ struct Fp8Gemm {
   // The columns that a consumer stores of its rows: all, or with split K those that its split owns.
   enum : u32 { kColumns = kBlockN / kClusterK };
   using Store = TmaStore<kColumns, kSlices>;
+  using Final = Epilogue<Output<kBf16>>;
+  enum : bool { kNeedsRow = kRowScales || Final::kNeedsRow };  // whether consumers must know the row of the next tile
   // Whether the next tile's first product is issued before this tile's sums are stored. Not with split K, where a split may have no
   // block.
   enum : bool { kStartsEarly = kClusterK == 1 };
@@ -275,7 +278,7 @@ struct Fp8Gemm {
         if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage, late);
       };
       const auto look_ahead = [&] {
-        if constexpr (kHints) next.template take<kRowScales>(tile);
+        if constexpr (kHints) next.template take<kNeedsRow>(tile);
         else if constexpr (kPersistent) tile.advance();
         if (kPersistent && kScalesEarly && (kHints || tile.valid())) go_on();
       };
@@ -306,8 +309,30 @@ struct Fp8Gemm {
       stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage, late);
     } else {
       if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
-      store(sum, tile.row + consumer * 64 * kSlices, columns_of(tile), consumer, split, thread);
+      const u32 row = tile.row + consumer * 64 * kSlices;
+      if constexpr (Final::kAny) {
+#pragma unroll
+        for (u32 owner = 0; owner < kClusterK; ++owner) {
+          if (owner == split) {
+#pragma unroll
+            for (u32 slice = 0; slice < kSlices; ++slice)
+              complete<kColumns>(&sum[slice][owner * kColumns / 2], row + slice * 64, owner * kColumns, columns_of(tile), thread);
+          }
+        }
+      }
+      store(sum, row, columns_of(tile), consumer, split, thread);
     }
+  }
+
+  // Segments of columns, and the parts that are finished at once, begin at multiples of it.
+  enum : u32 { kRun = kBlockN % 32 == 0 && Mma::kN % 32 == 0 && kColumns % 32 == 0 ? 32 : 16 };
+  // Applies the epilogue to final sums of kCount columns of the tile, from `first` on, and of 64 rows of D from `row` on.
+  template <u32 kCount>
+  DG_DEVICE void complete(float* sum, u32 row, u32 first, const Columns& columns, u32 thread) const {
+    const u32 lane = thread % 32, own = row + thread / 32 * 16 + lane / 4;
+    if constexpr (Final::kScales) Final::template scale<kCount>(*this, sum, own, m());
+    if constexpr (Final::kFinishes)
+      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), 0, lane, [&](u32 i) { return columns.at(first + i); });
   }
 
   // Stores all that a consumer has to store of a tile; `stage` does the same for one unit.
@@ -343,6 +368,8 @@ struct Fp8Gemm {
       late.template apply<Mma::kN>(&sum[kSlice][kColumn / 2], 0, thread % 32);
       if constexpr (Mainloop::kParts > 1 && kUnit + 1 < Mainloop::kUnits) load_late<kUnit + 1>(late, tile, thread % 32);
     }
+    if constexpr (Final::kAny)
+      complete<Mma::kN>(&sum[kSlice][kColumn / 2], tile.row + (consumer * kSlices + kSlice) * 64, kColumn, columns_of(tile), thread);
     if constexpr (kUnit == 0) Areas::wait_until_free(consumer);
     Store::template stage<kSlice, kColumn, Mma::kN>(area, &sum[kSlice][kColumn / 2], thread / 32, thread % 32);
     if constexpr (kPersistent) {

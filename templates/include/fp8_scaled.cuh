@@ -3,6 +3,7 @@
 //
 // Constants supplies the block sizes, the scaling and the output, Mma the wgmma (see kernels/sm90_fp8_scaled.cu.jinja).
 #pragma once
+#include "finish.cuh"
 #include "fp8_mainloop.cuh"
 #include "gemm_kernel.cuh"
 #include "part_store.cuh"
@@ -59,6 +60,7 @@ struct Fp8Scaled {
   using Scheduler = typename Layout::Scheduler;
   using Store = typename Layout::Store;
   using Out = typename Store::Out;
+  using Final = Epilogue<Out>;
   enum : u32 { kBlockM = Layout::kBlockM, kBlockN = Layout::kBlockN, kSlices = Layout::kSlices };
   enum : u32 { kConsumers = Layout::kConsumers, kScaling = Layout::kScaling, kBoxColumns = Store::kBoxColumns };
   struct Shape {
@@ -99,8 +101,9 @@ struct Fp8Scaled {
   // Whether they are loaded when a tile begins, and not near its end. Wide tiles have no registers for that.
   enum : bool { kScalesEarly = Mainloop::kParts == 1 && Mma::kN <= 128 };
 
-  // The group of a tile's matrix D; empty where all tiles are in one, or where only the store warp needs it. As a number that is
-  // always 0 it cost a lambda capture too many: NVVM then kept the main loop in local memory, and ptxas serialised the products (128x256, 1D2D, one staging buffer).
+  // The group of a tile's matrix D, or of its bias; empty where all tiles are in one, or where only the store warp needs it. As a number
+  // that is always 0 it cost a lambda capture too many: NVVM then kept the main loop in local memory, and ptxas serialised the products
+  // (128x256, 1D2D, one staging buffer).
   template <bool kEach, class = void>
   struct MatrixOf {
     using Type = Index<0>;
@@ -109,7 +112,8 @@ struct Fp8Scaled {
   struct MatrixOf<true, T> {
     using Type = u32;
   };
-  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) };
+  enum : bool { kHasBias = Kernel::kByRows && Final::kHasBias };
+  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) || kHasBias };
   using Matrix = typename MatrixOf<kNeedsMatrix>::Type;
 
   Kernel kernel;
@@ -252,13 +256,17 @@ struct Fp8Scaled {
       float* sum = &sums[kSlice][(kColumn + box) / 2];
       const u32 x = column + kColumn + box + at.lane % 4 * 2;
       if constexpr (kScaling == kRowwise) late.template apply<kBoxColumns>(sum, box, at.lane);
+      if constexpr (Final::kScales) Final::template scale<kBoxColumns>(kernel, sum, y, end);
       if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x, matrix);
+      if constexpr (Final::kFinishes)
+        Final::template finish<kBoxColumns, Tile::kTmaStore, min_of(kBoxColumns, 32)>(kernel, sum, y, end, group_of(matrix), at.lane,
+                                                             [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
 #pragma unroll
         for (u32 i = 0; i < Store::kWords; ++i) {
           if constexpr (Tile::kElement == kF32) {
-            words[i] = __float_as_uint(Out::finished(sum[i]));
+            words[i] = __float_as_uint(sum[i]);
           } else {
             words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
           }
@@ -300,6 +308,9 @@ struct Fp8Scaled {
       return {};
     }
   }
+
+  static DG_DEVICE u32 group_of(u32 matrix) { return matrix; }
+  static DG_DEVICE u32 group_of(Index<0>) { return 0; }
 
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(float* sum, u32 row, u32 column, Matrix matrix) const {

@@ -7,6 +7,7 @@
 #include "barrier.cuh"
 #include "edge_boxes.cuh"
 #include "epilogue.cuh"
+#include "finish.cuh"
 #include "fp8_mainloop.cuh"
 #include "loaders.cuh"
 #include "order.cuh"
@@ -46,6 +47,7 @@ struct Fp8Swapped {
   enum : u32 { kBytesScale = Scaling::kStageBytes };
   using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
   using Store = TransposedStore<kBlockM, Exchange::kOwned>;
+  using Final = Epilogue<Output<kBf16>>;
   using Cursor = ProducerCursor;
 
   enum : u32 { kOffsetA = kStages * kBytesWeights };
@@ -166,6 +168,10 @@ struct Fp8Swapped {
       const auto wanted = [&](u32 chunk) {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
+      const u32 own = row + lane % 4 * 2;
+      if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(*this, sum[0], own, m(), wanted);
+      if constexpr (Final::kFinishes)
+        Final::template finish_swapped<kBlockM>(*this, sum[0], own, column + warp * 16 + lane / 4, m(), wanted);
       if constexpr (kTmaStore) {
         __syncwarp();  // the warp has copied the previous tile
         Store::stage(staging, sum, warp, lane, wanted);

@@ -6,6 +6,7 @@
 //
 // Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
 #pragma once
+#include "finish.cuh"
 #include "gemm_kernel.cuh"
 #include "half_mainloop.cuh"
 #include "part_store.cuh"
@@ -62,6 +63,7 @@ struct HalfGemm {
   using Scheduler = typename Layout::Scheduler;
   using Store = typename Layout::Store;
   using Out = typename Store::Out;
+  using Final = Epilogue<Out>;
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kStep = 1, kSlices = Layout::kSlices };
     enum : bool { kClears = Kernel::kByDepth };
@@ -146,7 +148,7 @@ struct HalfGemm {
       };
       go_on(Index<0>(), stage);
       for (;;) {
-        if constexpr (Tile::kAccumulate == kReads) add_c(sum, tile.row + first_row, tile.column, 0, split, warp, lane);
+        complete(sum, tile.row, tile.column, kernel.end(tile), tile.group, 0, first_row, split, warp, lane);
         pack(words, sum, 0);
         tile.advance();
         if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
@@ -155,23 +157,65 @@ struct HalfGemm {
       }
     } else {
       for (;;) {
-        const u32 row = tile.row + first_row, column = tile.column, end = kernel.end(tile);
+        const u32 row = tile.row, column = tile.column, end = kernel.end(tile), group = tile.group;
         const i64 matrix = kernel.matrix(tile);
         go_on(Index<0>(), Index<0>());
         tile.advance();
         const bool more = tile.valid();
         if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
-        if constexpr (Tile::kAccumulate == kReads) add_c(sum, row, column, matrix, split, warp, lane);
+        complete(sum, row, column, end, group, matrix, first_row, split, warp, lane);
         if constexpr (Tile::kTmaStore) {
 #pragma unroll
           for (u32 owner = 0; owner < kClusterK; ++owner)
             if (owner == split) stage_sums(sum, owner, consumer, which, warp, lane);
         } else {
-          store_direct(sum, row, column, end, matrix, split, warp, lane);
+          store_direct(sum, row + first_row, column, end, matrix, split, warp, lane);
         }
         if (!more) return;
         count = blocks_of(tile);
         mainloop.start(sum);
+      }
+    }
+  }
+
+  // Adds C to the final sums that this consumer stores of the tile at (row, column), and applies the epilogue.
+  DG_DEVICE void complete(Sums& sum, u32 row, u32 column, u32 end, u32 group, i64 matrix, u32 first_row, u32 split, u32 warp,
+                          u32 lane) const {
+    if constexpr (Final::kScales) {
+      each_slice(sum, split, [&](float* own, u32 slice, u32) {
+        if constexpr (Layout::kSwapped) {
+          Final::template scale_swapped<kColumns>(kernel, own, row + lane % 4 * 2, end, AllChunks());
+        } else {
+          Final::template scale<kColumns>(kernel, own, row + first_row + slice * 64 + warp * 16 + lane / 4, end);
+        }
+      });
+    }
+    if constexpr (Tile::kAccumulate == kReads) add_c(sum, row + first_row, column, matrix, split, warp, lane);
+    if constexpr (Final::kFinishes) {
+      each_slice(sum, split, [&](float* own, u32 slice, u32 first) {
+        const u32 place = first_row + slice * 64 + warp * 16 + lane / 4;
+        if constexpr (Layout::kSwapped) {
+          Final::template finish_swapped<kColumns>(kernel, own, row + lane % 4 * 2, column + place, end, AllChunks());
+        } else {
+          Final::template finish<kColumns, Tile::kTmaStore, (kColumns % 32 == 0 ? 32 : 16)>(kernel, own, row + place, end, group, lane,
+                                                            [&](u32 i) { return column + first + i; });
+        }
+      });
+    }
+  }
+
+  struct AllChunks {
+    DG_DEVICE bool operator()(u32) const { return true; }
+  };
+
+  // Calls `use(own, slice, first)` for the sums of each slice that this split owns; `first` is their first column of the tile.
+  template <class Use>
+  static DG_DEVICE void each_slice(Sums& sum, u32 split, const Use& use) {
+#pragma unroll
+    for (u32 owner = 0; owner < kClusterK; ++owner) {
+      if (owner == split) {
+#pragma unroll
+        for (u32 slice = 0; slice < kSlices; ++slice) use(&sum[slice][owner * kColumns / 2], slice, owner * kColumns);
       }
     }
   }
@@ -185,7 +229,7 @@ struct HalfGemm {
       for (u32 i = 0; i < Store::kWords; ++i) {
         if (i * Store::kBoxColumns >= Store::kWords * Store::columns_of(part)) continue;  // a short part
         if constexpr (Tile::kElement == kF32) {
-          words[part][i] = __float_as_uint(Out::finished(v[i]));
+          words[part][i] = __float_as_uint(v[i]);
         } else {
           words[part][i] = Out::apply(v[2 * i], v[2 * i + 1]);
         }

@@ -8,25 +8,13 @@ enum Element : u32 { kBf16, kF16, kF32 };
 // TMA adds the product to D in L2.
 enum Accumulate : u32 { kNothing, kReads, kReduces };
 
-// What is applied to final sums, those of all splits of K with C added, before they are rounded. A kernel with an epilogue names it
-// before its first include.
-enum Epilogue : u32 { kIdentity };
-
-#ifndef DG_EPILOGUE
-#define DG_EPILOGUE kIdentity
-#endif
-
-template <u32 kElement, u32 kEpilogue = DG_EPILOGUE>
+template <u32 kElement>
 struct Output {
   enum : u32 { kBytes = kElement == kF32 ? 4 : 2 };
-
-  static DG_DEVICE float finished(float sum) { return sum; }
 
   // Two neighbours of a thread's registers as one word of 16-bit elements, rounded to nearest. FP16 overflows to infinity.
   static DG_DEVICE u32 apply(float low, float high) {
     static_assert(kElement != kF32, "float32 elements are words of their own");
-    low = finished(low);
-    high = finished(high);
     u32 packed;
     if constexpr (kElement == kBf16) {
       asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -63,10 +51,26 @@ struct Output {
     }
   }
 
+  // The same, or zeros. There is no branch, which would take registers.
+  static DG_DEVICE void load_pair_if(bool exist, const u8* base, i64 index, float& first, float& second) {
+    const u8* at = base + index * kBytes;
+    if constexpr (kElement == kF32) {
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %3, 0;\n mov.f32 %0, 0f00000000;\n mov.f32 %1, 0f00000000;\n"
+                   " @p ld.global.v2.f32 {%0, %1}, [%2];\n}"
+                   : "=&f"(first), "=&f"(second) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+    } else {
+      u32 bits;
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u32 %0, 0;\n @p ld.global.u32 %0, [%1];\n}"
+                   : "=&r"(bits) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+      first = widen(static_cast<u16>(bits));
+      second = widen(static_cast<u16>(bits >> 16));
+    }
+  }
+
   static DG_DEVICE void store(u8* base, i64 index, float value) {
     u8* at = base + index * kBytes;
     if constexpr (kElement == kF32) {
-      asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(finished(value)) : "memory");
+      asm volatile("st.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
     } else {
       const u16 bits = static_cast<u16>(apply(value, 0.0f));
       asm volatile("st.global.u16 [%0], %1;" ::"l"(at), "h"(bits) : "memory");

@@ -17,7 +17,7 @@ DG_DEVICE void store_tiles(const Gemm& gemm, typename Gemm::Scheduler tile) {
     if constexpr (Gemm::kHints) {
       next = ahead;
       ahead.advance();
-      hint.template publish<Gemm::kRowScales>(ahead, lane == 0);
+      hint.template publish<Gemm::kNeedsRow>(ahead, lane == 0);
       __syncwarp();
     }
   };

@@ -1,6 +1,7 @@
-// The end of a tile whose operands are swapped: C is added to final sums, and they are stored.
+// The end of a tile whose operands are swapped: C is added to final sums, the epilogue is applied, and they are stored.
 #pragma once
 #include "epilogue.cuh"
+#include "finish.cuh"
 
 // Layout gives kBlockM, Out, Store, Exchange, Tile, and kStaged: whether tiles are staged, to be copied in pieces of 16 bytes.
 template <class Layout>
@@ -8,6 +9,7 @@ struct SwappedOutput {
   using Tile = typename Layout::Tile;
   using Store = typename Layout::Store;
   using Out = typename Layout::Out;
+  using Final = Epilogue<Out>;
   enum : u32 { kBlockM = Layout::kBlockM, kSplits = Layout::kClusterK * Layout::kConsumersK };
   using Sums = float[1][kBlockM / 2];
 
@@ -17,10 +19,14 @@ struct SwappedOutput {
   static DG_DEVICE void store(const Kernel& kernel, Sums& sum, u32 row, u32 column, u32 staging, u32 split, u32 warp, u32 lane,
                               const Wanted& wanted, u32 matrix = 0) {
     const auto& arg = kernel.arg;
+    const u32 own = row + lane % 4 * 2;
+    if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(kernel, sum[0], own, kernel.m(), wanted);
     if constexpr (Tile::kAccumulate == kReads) {
       each(kernel, sum, row, column, warp, lane, wanted,
            [&](float& value, u32 y, u32 x) { value += Out::load(arg.c, y * arg.c_stride + x); });
     }
+    if constexpr (Final::kFinishes)
+      Final::template finish_swapped<kBlockM>(kernel, sum[0], own, column + warp * 16 + lane / 4, kernel.m(), wanted);
     if constexpr (Layout::kStaged) {
       __syncwarp();  // the warp has copied the previous tile
       Store::stage(staging, sum, warp, lane, wanted);

@@ -30,7 +30,6 @@ from listings import instructions
 from deep_gemm import kernels
 from deep_gemm.jit import sass
 from deep_gemm.kernels import ffma_bursts as bursts
-from deep_gemm.kernels.families import FAMILIES as ALL
 from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED
 from deep_gemm.kernels.template import turns
 from deep_gemm.kernels.tiles import segments
@@ -38,7 +37,9 @@ from deep_gemm.log import log
 from deep_gemm.params import KernelParams
 
 # 16-bit GEMMs are in test_half_compile.py.
-CASES = [params for family in ALL if family.mma_instruction != "HGMMA" for params in family.cases()]
+CASES = [
+    params for family in kernels.registry().values() if family.mma_instruction != "HGMMA" for params in family.cases()
+]
 FIRST_OF_EACH = list({params.kernel: params for params in reversed(CASES)}.values())
 GEMMS = [params for family in FAMILIES for params in family.cases()]
 

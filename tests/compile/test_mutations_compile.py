@@ -21,7 +21,7 @@ from mutation import Mutation
 
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels.families import K_GROUP_MAPS
+from deep_gemm.kernels.helpers import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 

@@ -13,7 +13,7 @@ from gpu_cases import DEVICE, busy
 import deep_gemm
 from deep_gemm import arch, ops, select
 from deep_gemm.aot import build
-from deep_gemm.kernels.families import COPY_ROWS
+from deep_gemm.kernels.helpers import COPY_ROWS
 from deep_gemm.runtime import engine
 from deep_gemm.select import calibration
 from deep_gemm.spec import CopySpec, GemmSpec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import choose
-from deep_gemm.kernels.families import TRANSPOSE_SCALES
+from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 

@@ -17,8 +17,9 @@ from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import LaunchShape
 from deep_gemm.kernels.base import Kernel, Value
-from deep_gemm.kernels.families import FAMILIES, GEMMS, TRANSPOSE_SCALES
+from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
 from deep_gemm.kernels.loads import _ALL_EARLY
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import TransposeSpec, align, ceil_div
@@ -90,7 +91,7 @@ def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
     launched(make_params(config), 7, 1000, 896)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", kernels.registry().values(), ids=lambda family: family.name)
 def test_a_spec_of_another_kind_is_refused(family: Kernel) -> None:
     other = ops.spec(8, 8, 128, 132) if family is TRANSPOSE_SCALES else TransposeSpec(8, 8)
     assert family.refuses(other)

@@ -15,7 +15,7 @@ from deep_gemm.custom.parameters import ELEMENTS, MAP_ELEMENTS, NUMBERS
 from deep_gemm.settings import FALLBACKS, settings
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("own_kernels", "monitor", "fallback", "debugging", "fused")
+NAMES = ("own_kernels", "monitor", "fallback", "debugging", "epilogues", "fused")
 TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in NAMES}
 
 

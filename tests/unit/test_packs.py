@@ -35,7 +35,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def choose() -> None:
         raise CompilerNotFoundError("There is no usable CUDA compiler.")
 
-    monkeypatch.setattr("deep_gemm.jit.builder.choose", choose)
+    monkeypatch.setattr("deep_gemm.jit.compilers.choose", choose)
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:

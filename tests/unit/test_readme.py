@@ -178,10 +178,10 @@ def test_every_command_is_on_a_page() -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_targets_of_make_and_settings_exist(document: Path) -> None:
     text = document.read_text()
-    targets = set(re.findall(r"^([a-z]+)(?: [a-z]+)*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)) | {
+    targets = set(re.findall(r"^([a-z-]+)(?: [a-z]+)*:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)) | {
         "readme"
     }
-    assert set(re.findall(r"(?:^|`)make ([a-z]+)", text, flags=re.MULTILINE)) <= targets
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, flags=re.MULTILINE)) <= targets
     variables = set(re.findall(r"\bDG_[A-Z_]+\b", " ".join(info.variable for info in readme.settings.describe())))
     assert set(re.findall(r"\b(DG_(?:JIT|PRINT|FALLBACK|FFMA)[A-Z_]*)\b", text)) <= variables | {"DG_DEBUG"}
 

@@ -65,9 +65,9 @@ def test_old_files_are_read_once_until_they_change(folder: Path, monkeypatch: py
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() + 10_000_000_000)
     first = render_key("a.cu.jinja", FIELDS, folder)
-    reads: list[Path] = []
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: reads.append(path) or read(path))
+    reads: list[str] = []
+    read = module.content_of
+    monkeypatch.setattr(module, "content_of", lambda path: reads.append(path) or read(path))
     assert render_key("a.cu.jinja", FIELDS, folder) == first
     assert reads == []
     (folder / "part.jinja").write_text("int another;\n")

@@ -108,7 +108,7 @@ class Many:
 Many.__module__ = "numpy"
 ARRAY: Any = Many()
 E4M3 = torch.ones(M, 32, 64).to(torch.float8_e4m3fn)
-BIAS = "A bias has no argument: call d.copy_(bias) first, and pass c=d."
+BIAS = "A bias is an epilogue: bf16_gemm_nt and its like take epilogue=deep_gemm.Epilogue(bias=bias)."
 CASTS = "per_token_cast_to_fp8 and per_block_cast_to_fp8 return such pairs."
 FRONT = "[None], which adds a dimension in front."
 PLACE = "It is written in place: pass torch.empty of the result's shape, dtype and device."

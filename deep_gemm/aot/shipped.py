@@ -1,0 +1,169 @@
+"""The kernels that a wheel can ship: all that calls with default options can need, on every GPU model.
+
+Nothing here names a kernel. Products come from the table of operations, and their kernels from the families' serving
+sets: whatever the selector prefers, its choice is one of them. A default call has D in the first dtype of its product,
+adds C only where the product does, has no epilogue, and compiles no sizes in. Its operands may have any layout that
+there are kernels for, and D any address.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from deep_gemm import arch as archs
+from deep_gemm import kernels, ops
+from deep_gemm.aot.build import cpus
+from deep_gemm.aot.outcomes import Outcome, Progress
+from deep_gemm.arch import ArchSpec
+from deep_gemm.errors import CompilerNotFoundError, InvalidInputError, UnsupportedError
+from deep_gemm.jit.binary import packed
+from deep_gemm.jit.builder import Builder
+from deep_gemm.jit.cache import solid
+from deep_gemm.jit.cache.packable import Kernel, Packable
+from deep_gemm.jit.compilers import Found, Nvrtc, find_all
+from deep_gemm.kernels import groups
+from deep_gemm.params import GemmConfig, KernelParams
+from deep_gemm.runtime import engine
+from deep_gemm.settings import settings
+from deep_gemm.spec import GemmSpec, Major
+
+TOOLKIT = 12
+"""The major version of the toolkit whose compiler is used: every driver that supports a newer one loads its cubins."""
+
+MOST_BYTES = 5_400_000
+"""The largest pack, so that the wheel, whose other files take 0.6 MB, has at most 6 MB."""
+
+MOST_ENTRIES = 512
+"""Entries of the largest table of groups for which kernels ship: 256 groups whose rows have labels, 512 others. More
+are left to the JIT: each size of the table is a kernel of its own, and no public model has so many experts on a GPU."""
+
+SIZES = ((64, 512, 8192), (8192, 8192, 8192))
+"""M, N and K. Tiles that are not persistent need few, and splits of K much K; all others take any size."""
+
+MAJORS: tuple[Major, ...] = ("k", "mn")
+
+BLOCK_BYTES = 112 << 10
+"""Bytes of the kernels that are compressed together: two to four of one tile, for other dtypes, layouts or tables.
+Unpacking takes 1 ms for each 100 KB. Larger blocks would make a smaller pack, and slower first calls."""
+
+
+def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
+    """All kernels that ship, those that resemble each other next to each other."""
+    spec = archs.get(arch)
+    found: dict[KernelParams, None] = {}
+    for op in ops.table.PRODUCTS:
+        for asked in specs(op, spec):
+            for family in kernels.for_spec(asked, spec):
+                for config in family.fitting(asked, family.configs(spec)):
+                    found[family.params(asked, config, spec)] = None
+    for kernel in kernels.registry().values():
+        found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
+    return sorted(found, key=_likeness)
+
+
+def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
+    """A spec of each kind of default calls of ``op`` that there are kernels for."""
+    product = ops.table.PRODUCTS[op]
+    tables = {groups.segments(product.grouping, count): count for count in range(1, MOST_ENTRIES + 1)}
+    counts = [count for entries, count in tables.items() if entries <= MOST_ENTRIES]
+    for of_a, of_b, aligned, count, (m, n, k) in itertools.product(MAJORS, MAJORS, (True, False), counts, SIZES):
+        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, majors=(of_a, of_b), aligned=aligned)
+        try:
+            kernels.for_spec(asked, arch)
+        except UnsupportedError:
+            continue
+        yield asked
+
+
+def write(
+    path: Path,
+    found: Iterable[KernelParams] | None = None,
+    root: Path | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Kernel]:
+    """Compile the kernels ``found``, all that ship by default, and write them to the pack ``path``; returns what it
+    holds. The same sources and the same build of NVRTC give the same bytes, whatever the settings of this process.
+
+    Args:
+        root: a cache directory that keeps the compiled kernels, and has some perhaps; a temporary one if it is None.
+        jobs: threads that compile at once; the CPUs that this process may use if it is None.
+        progress: called as `progress(outcome, done, total)` after each kernel.
+
+    Raises CompilerNotFoundError if there is no NVRTC 12, CompileError, and InvalidInputError if the pack would be too
+    large or cannot be written.
+    """
+    wanted = list(kernels_of() if found is None else found)
+    usual = {"debug": False, "lineinfo": False, "ffma_bursts": True, "dump_ptx": False, "dump_asm": False}
+    usual |= {"dump_sass": False, "forbid_compile": False}
+    contents: list[Packable] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        root = root or Path(scratch)
+        with settings.override(shipped=False, precompiled=(), cache_dir=root, cache_limit=None, **usual):
+            builder = Builder(root, _nvrtc())
+
+            def build(params: KernelParams) -> tuple[Outcome, Packable]:
+                request = engine.build_request(params)
+                binary = builder.build(request)
+                return Outcome(binary.name, (), params, binary), packed(binary, request)
+
+            with ThreadPoolExecutor(jobs or cpus()) as pool:
+                try:
+                    for outcome, content in pool.map(build, wanted):
+                        contents.append(content)
+                        if progress is not None:
+                            progress(outcome, len(contents), len(wanted))
+                finally:
+                    pool.shutdown(cancel_futures=True)
+    try:
+        listed = solid.write(path, _blocks(contents))
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise InvalidInputError(
+            f"found has {len(listed)} kernels, whose pack {path} has {size} bytes, but {MOST_BYTES} is the limit for a "
+            "wheel. Leave rare ones to the JIT: narrow what deep_gemm.aot.shipped lists."
+        )
+    return listed
+
+
+def _blocks(contents: Iterable[Packable]) -> Iterator[list[Packable]]:
+    block: list[Packable] = []
+    for one in contents:
+        if block and sum(len(each.cubin) for each in (*block, one)) > BLOCK_BYTES:
+            yield block
+            block = []
+        block.append(one)
+    if block:
+        yield block
+
+
+def _nvrtc() -> Nvrtc:
+    """The newest NVRTC of this machine whose cubins every driver for Hopper loads."""
+    known = [one for one in find_all() if one.kind == "nvrtc" and one.version.startswith(f"{TOOLKIT}.")]
+    if not known:
+        raise CompilerNotFoundError(
+            f"Shipped kernels are compiled by NVRTC {TOOLKIT}, so that drivers of CUDA {TOOLKIT} load them, and none "
+            f"is here. Install it with `pip install nvidia-cuda-nvrtc-cu{TOOLKIT}`."
+        )
+
+    def version(one: Found) -> tuple[int, int]:
+        major, minor = one.version.split(".")[:2]
+        return int(major), int(minor)
+
+    newest = max(known, key=version)
+    return Nvrtc(newest.path, version(newest))
+
+
+def _likeness(params: KernelParams) -> tuple[str, ...]:
+    """Sorts kernels by family and tile first, and by what else differs then."""
+    config = params.config
+    shape = [str(config.tile)]
+    if isinstance(config, GemmConfig):
+        shape.append(str((config.cluster_m, config.cluster_n, config.cluster_k, config.k_splits, config.ctas_per_sm)))
+    rest = (params.grouping, params.output, params.majors, params.store, f"{params.segments:5}", params.dtype)
+    return (params.kernel, *shape, *rest, str(params))

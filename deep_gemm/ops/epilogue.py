@@ -1,0 +1,123 @@
+"""Epilogues: what a product does with its sums before it rounds them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from deep_gemm.kernels.epilogues import Parts
+from deep_gemm.ops.reference import ACTIVATIONS
+
+from ..errors import InvalidInputError, UnsupportedError
+from ..tensors import check_tensor, kind_of, shape_of, shown
+from .table import DTYPES
+
+HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """What a product does with its sums, in float32, before they are rounded once to d's dtype:
+
+    ``d = activation(alpha * row_factor * (a @ b^T) + c + bias) + residual``, from left to right.
+
+    Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
+    combined, with each other and with c.
+
+    Args:
+        bias: (N,) float32, bfloat16 or float16, contiguous. With groups along M, (G, N): a row for each group.
+        activation: "silu", "gelu" (by tanh, as ``approximate="tanh"`` in torch), "gelu_erf" (torch's default),
+            "relu", or "relu2", the square of relu.
+        alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
+            others, which is read when the kernel runs.
+        residual: what is added after the activation, of d's dtype, shape and number of dimensions, row-major. It may be
+            d itself (the same address, shape and strides), unless c is given too.
+        row_factor: (M,) float32, a factor of each row's products, with any stride: in the masked form (G, max_m).
+
+    Raises:
+        InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
+            by the call.
+        UnsupportedError: parts that this version cannot combine.
+    """
+
+    bias: Tensor | None = None
+    activation: str | None = None
+    alpha: float | Tensor | None = None
+    residual: Tensor | None = None
+    row_factor: Tensor | None = None
+    text: str = field(init=False, repr=False)
+    number: float = field(init=False, repr=False)
+    tensors: dict[str, Tensor] = field(init=False, repr=False)
+
+    ACTIVATIONS: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+
+    def __post_init__(self) -> None:
+        if self.activation is not None and self.activation not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise InvalidInputError(
+                f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
+            )
+        rows = self.row_factor
+        if isinstance(self.alpha, Tensor):
+            if rows is not None:
+                raise UnsupportedError(
+                    "alpha as a tensor and row_factor cannot be combined. Pass row_factor=alpha * row_factor."
+                )
+            if self.alpha.numel() != 1 or self.alpha.dtype != torch.float32:
+                raise InvalidInputError(
+                    "alpha must be a number or a float32 tensor of one element, but it is "
+                    f"{kind_of(self.alpha)} of {shape_of(self.alpha)}."
+                )
+            rows = self.alpha.reshape(1)
+        elif self.alpha is not None and not _is_number(self.alpha):
+            raise InvalidInputError(
+                f"alpha must be a finite number or a float32 tensor of one element, but it is {shown(self.alpha)}."
+            )
+        given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):
+                check_tensor(name, tensor)
+        for name, dtypes in (("row_factor", (torch.float32,)), ("bias", HALVES_AND_FLOAT)):
+            if name in tensors and tensors[name].dtype not in dtypes:
+                known = " or ".join(map(str, dtypes))
+                raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
+        has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
+        bias = "" if self.bias is None else DTYPES[self.bias.dtype]
+        text = _text(has_number, rows is not None, bias, self.activation or "", self.residual is not None)
+        number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
+        for name, value in (("text", text), ("number", number), ("tensors", tensors)):
+            object.__setattr__(self, name, value)
+
+
+@functools.cache
+def _text(alpha: bool, row_factor: bool, bias: str, activation: str, residual: bool) -> str:
+    return str(Parts(alpha, row_factor, bias, activation, residual))
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return not isinstance(value, (bool, str)) and math.isfinite(float(value))
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
+    """The epilogue of a call with these arguments; None if it does nothing. Refuses what is none."""
+    if epilogue is None:
+        return Epilogue(alpha=alpha)
+    if not isinstance(epilogue, Epilogue):
+        example = f"deep_gemm.Epilogue(activation={epilogue!r})" if isinstance(epilogue, str) else "deep_gemm.Epilogue"
+        raise InvalidInputError(
+            f"epilogue must be None or a deep_gemm.Epilogue, but it is {shown(epilogue)}. Pass {example}."
+        )
+    if alpha is not None:
+        raise UnsupportedError(
+            "alpha and epilogue cannot both be given. Pass epilogue=deep_gemm.Epilogue(alpha=..., ...)."
+        )
+    return None if epilogue.text == "none" else epilogue

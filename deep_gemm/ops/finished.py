@@ -1,0 +1,86 @@
+"""Products with an epilogue: an operation for each set of tensors that epilogues have, made when it is first called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from deep_gemm.runtime import operators
+from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
+
+FUSED = ("row_factor", "bias", "residual")
+"""The tensors of an epilogue."""
+
+_operators = getattr(torch.ops, operators.NAMESPACE)
+_traced: dict[str, Finished] = {}
+
+
+def call(kind: Callable[..., Operation], product: str, given: Mapping[str, Any], tensors: tuple[str, ...]) -> None:
+    """Call the operation ``kind`` of ``product`` with an epilogue that has ``tensors``; ``given`` are all arguments."""
+    function, names = _entry(kind, product, given.get("c") is not None, tensors)
+    function(*[given[name] for name in names])
+
+
+def records(product: str, given: Mapping[str, Any]) -> bool:
+    """Record a call in the program that torch traces. False if it traces none."""
+    operation = _traced[product]
+    arguments = [given.get(parameter.name) for parameter in operation.arguments]
+    if torch.compiler.is_dynamo_compiling():
+        operators.register(operation.operator)
+        getattr(_operators, operation.operator)(*operators.flattened(operation, arguments))
+        return True
+    if operators.is_recorded(arguments):
+        operators.record((operation,), arguments)
+        return True
+    return False
+
+
+@functools.cache
+def _entry(
+    kind: Callable[..., Operation], product: str, accumulates: bool, tensors: tuple[str, ...]
+) -> tuple[Callable[..., None], tuple[str, ...]]:
+    operation = kind(product, accumulates, tensors)
+    return entry(operation), tuple(parameter.name for parameter in operation.entry_arguments)
+
+
+class Finished(Operation):
+    """All calls of ``product``, an operation ``kind``, with an epilogue, as one operator of torch. Tensors that an
+    epilogue has not are None."""
+
+    def __init__(self, kind: Callable[..., Operation], product: str) -> None:
+        self.name, self._kind, self._product = f"{product}_epilogue", kind, product
+        every = kind(product, True, FUSED)
+        self.operands, self.output = every.operands, every.output
+        required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
+        self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
+        self.operator = operators.name_of((self,))
+        _traced[product] = self
+        operators.announce((self,), self._call)
+
+    def _call(self, *arguments: Any) -> None:
+        given = self.given(arguments, {})
+        call(self._kind, self._product, given, _present(given))
+
+    def _operation(self, given: Mapping[str, Any]) -> Operation:
+        return self._kind(self._product, given.get("c") is not None, _present(given))
+
+    def check(self, *arguments: Any, **named: Any) -> Any:
+        """As the operation for the tensors that are given."""
+        given = self.given(arguments, named)
+        operation = self._operation(given)
+        return operation.check(*(given[parameter.name] for parameter in operation.arguments))
+
+    def work(self, x: Any, device: int) -> Work:
+        """As the operation for these tensors."""
+        return self._operation(x.tensors).work(x, device)
+
+    def reference(self, x: Any) -> None:
+        """As the operation for these tensors."""
+        self._operation(x.tensors).reference(x)
+
+
+def _present(given: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in FUSED if given.get(name) is not None)

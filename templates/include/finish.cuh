@@ -1,0 +1,159 @@
+// The epilogue: what is done to final sums, those of all splits of K, before they are rounded.
+//
+//   D = activation(alpha * row_factor * product (+ C) + bias) + residual
+//
+// Each kernel calls `Epilogue` where its sums are final and their places in D are known: `scale`, then it adds C, then `finish`. A
+// kernel with an epilogue names it before its first include, and has its arguments as parameters: `alpha`; `row_factor` with a stride;
+// `bias`, a row vector, of each group with `bias_stride_g`; and `residual`, of D's element type. Steps are intrinsics, so that they are
+// the same in all kernels: the compiler fuses no multiplication with an addition.
+#pragma once
+#include "output.cuh"
+#include "paired_activation.cuh"
+
+// In place of the elements of a bias that there is not.
+enum : u32 { kNoBias = 255 };
+
+#ifndef DG_EPILOGUE
+#define DG_EPILOGUE Identity, false, false, kNoBias, false
+#endif
+
+template <class Activation>
+struct Activates {
+  enum : bool { kValue = true };
+};
+template <>
+struct Activates<Identity> {
+  enum : bool { kValue = false };
+};
+
+// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`.
+template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual>
+struct EpilogueOf {
+  enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
+  enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
+  enum : bool { kNeedsRow = kRowFactor || kResidual };  // whether consumers must know the row of their tile
+
+  // Both functions for sums whose rows are D's. `sum` are this thread's sums of kCount columns in row `row` and in the row eight
+  // below. `at(i)` is the column of D of the i-th of these columns. Rows from `end` on are not read.
+  template <u32 kCount, class Kernel>
+  static DG_DEVICE void scale(const Kernel& kernel, float* sum, u32 row, u32 end) {
+    const float low = factor(kernel, row, end), high = factor(kernel, row + 8, end);
+#pragma unroll
+    for (u32 i = 0; i < kCount / 2; ++i) sum[i] = __fmul_rn(sum[i], i & 2 ? high : low);
+  }
+
+  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
+  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class At>
+  static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, u32 group, u32 lane, const At& at) {
+    float bias = 0.0f;  // each lane has that of another column
+#pragma unroll
+    for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
+      if constexpr (kHasBias) {
+        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun, group);
+        const u32 from = 2 * i % kRun + lane % 4 * 2;
+        const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
+        sum[i] = __fadd_rn(sum[i], even);
+        sum[i + 1] = __fadd_rn(sum[i + 1], odd);
+        sum[i + 2] = __fadd_rn(sum[i + 2], even);
+        sum[i + 3] = __fadd_rn(sum[i + 3], odd);
+      }
+      Activation::apply(sum[i], sum[i + 1]);
+      Activation::apply(sum[i + 2], sum[i + 3]);
+    }
+    if constexpr (kResidual) {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {  // one row after the other, which takes fewer registers
+        const u32 y = opaque(row + half * 8);
+        if (y < end) {
+          const u8* base = kernel.arg.residual + y * kernel.arg.residual_stride * Out::kBytes;
+#pragma unroll
+          for (u32 i = 2 * half; i < kCount / 2; i += 4)
+            add_residual<kPairs>(kernel, base, sum[i], sum[i + 1], at(i / 4 * 8) + lane % 4 * 2);
+        }
+      }
+    }
+  }
+
+  // Both for sums whose columns are D's rows, in chunks of eight. `sum` are this thread's sums of kTokens rows of D, from `token` on
+  // with its own two of each chunk, in column `weight` and in the column eight further. Only chunks that are `wanted` are finished.
+  template <u32 kTokens, class Kernel, class Wanted>
+  static DG_DEVICE void scale_swapped(const Kernel& kernel, float* sum, u32 token, u32 end, const Wanted& wanted) {
+#pragma unroll
+    for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (wanted(chunk)) {
+        const float even = factor(kernel, token + chunk * 8, end), odd = factor(kernel, token + chunk * 8 + 1, end);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) sum[chunk * 4 + i] = __fmul_rn(sum[chunk * 4 + i], i & 1 ? odd : even);
+      }
+    }
+  }
+
+  template <u32 kTokens, class Kernel, class Wanted>
+  static DG_DEVICE void finish_swapped(const Kernel& kernel, float* sum, u32 token, u32 weight, u32 end, const Wanted& wanted) {
+    float low = 0.0f, high = 0.0f;
+    if constexpr (kHasBias) {
+      low = bias_of(kernel, weight, 0);
+      high = bias_of(kernel, weight + 8, 0);
+    }
+#pragma unroll
+    for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (wanted(chunk)) {
+        float* v = sum + chunk * 4;
+        if constexpr (kHasBias) {
+          v[0] = __fadd_rn(v[0], low);
+          v[1] = __fadd_rn(v[1], low);
+          v[2] = __fadd_rn(v[2], high);
+          v[3] = __fadd_rn(v[3], high);
+        }
+        Activation::apply(v[0], v[1]);
+        Activation::apply(v[2], v[3]);
+        if constexpr (kResidual) {
+#pragma unroll
+          for (u32 i = 0; i < 4; ++i) {
+            const u32 y = token + chunk * 8 + i % 2, x = weight + i / 2 * 8;
+            if (y < end && x < kernel.n()) v[i] = __fadd_rn(v[i], Out::load(kernel.arg.residual, y * kernel.arg.residual_stride + x));
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  template <class Kernel>
+  static DG_DEVICE float factor(const Kernel& kernel, u32 row, u32 end) {
+    float found = 1.0f;
+    if constexpr (kRowFactor) found = row < end ? load_float(kernel.arg.row_factor + row * kernel.arg.row_factor_stride) : 0.0f;
+    if constexpr (kAlpha) found = __fmul_rn(found, kernel.arg.alpha);
+    return found;
+  }
+
+  template <class Kernel>
+  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, u32 group) {
+    if (column >= kernel.n()) return 0.0f;
+    return Output<kBias>::load(kernel.arg.bias, group * kernel.arg.bias_stride_g + column);
+  }
+
+  // Of two neighbours in a row. Rows of the residual begin at multiples of 16 bytes where those of D do.
+  template <bool kPairs, class Kernel>
+  static DG_DEVICE void add_residual(const Kernel& kernel, const u8* base, float& even, float& odd, u32 column) {
+    float first, second = 0.0f;
+    if constexpr (kPairs) {
+      Out::load_pair_if(column < kernel.n(), base, column, first, second);
+    } else {
+      if (column >= kernel.n()) return;
+      first = Out::load(base, column);
+      if (column + 1 < kernel.n()) second = Out::load(base, column + 1);
+    }
+    even = __fadd_rn(even, first);
+    odd = __fadd_rn(odd, second);
+  }
+
+  static DG_DEVICE float load_float(const float* at) {
+    float value;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
+    return value;
+  }
+};
+
+template <class Out>
+using Epilogue = EpilogueOf<Out, DG_EPILOGUE>;

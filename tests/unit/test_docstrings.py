@@ -1,0 +1,73 @@
+"""Each public function has an example in its docstring, and all of them run on the CPU."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import deep_gemm
+
+MODULES = ("fused", "nn", "quantize")
+"""Public modules whose functions are counted too."""
+ELSEWHERE = {
+    "CustomKernel": "deep_gemm.kernel makes it",
+    "kernel": "its example has ten lines, and a test of its own",
+    "monitor": "its example calls a model; docs/monitor.md has more",
+}
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Functions and classes by their names, but for errors. Names of one function are one."""
+    seen = set()
+    for name in deep_gemm.__all__:
+        value = getattr(deep_gemm, name)
+        names = getattr(value, "__all__", ()) if name in MODULES else ()
+        if name == "quantize":
+            names = [each for each, x in vars(value).items() if inspect.isfunction(x) and not each.startswith("_")]
+        found = [(f"{name}.{each}", getattr(value, each)) for each in names] or [(name, value)]
+        for each, x in found:
+            error = inspect.isclass(x) and issubclass(x, Exception)
+            if callable(x) and not error and id(x) not in seen and getattr(x, "__module__", "").startswith("deep_gemm"):
+                seen.add(id(x))
+                yield each, x
+
+
+FUNCTIONS = {name: value for name, value in public() if name not in (*ELSEWHERE, "quantize.Quantized")}
+
+
+@pytest.fixture(autouse=True)
+def _choices_stay() -> Iterator[None]:
+    sms = deep_gemm.get_num_sms()
+    yield
+    deep_gemm.set_num_sms(sms)
+    deep_gemm.set_batch_invariant(False)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_example_of_a_function_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    text = inspect.getdoc(inspect.unwrap(FUNCTIONS[name])) or ""
+    test = doctest.DocTestParser().get_doctest(text, {"torch": torch, "deep_gemm": deep_gemm}, name, name, 0)
+    assert test.examples, "a docstring needs an example: lines that begin with >>>"
+    said: list[str] = []
+    failed = doctest.DocTestRunner(verbose=False).run(test, out=said.append).failed
+    assert not failed, "".join(said)
+
+
+def test_exceptions_to_the_rule_exist() -> None:
+    assert all(hasattr(deep_gemm, name) for name in ELSEWHERE)
+    assert len(FUNCTIONS) > 80
+
+
+def test_an_example_that_is_wrong_is_found() -> None:
+    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", "wrong", 0)
+    assert doctest.DocTestRunner(verbose=False).run(test, out=lambda text: None).failed == 1

@@ -1,0 +1,245 @@
+"""Epilogues: what each part means, what is refused, and the arithmetic of activations."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gpu_fakes import FakeGpu, gpu
+from host_code import compiled, pairs
+
+import deep_gemm
+from deep_gemm import Epilogue, InvalidInputError, UnsupportedError
+from deep_gemm.kernels.epilogues import Parts, parse
+from deep_gemm.ops.reference import ACTIVATIONS, exact_product
+
+__all__ = ["gpu"]
+
+M, N, K = 9, 24, 256
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def random(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def operands(kind: str) -> tuple[Any, Any, torch.Tensor]:
+    """a and b of a product, and the exact product."""
+    a, b = random(M, K, seed=1), random(N, K, seed=2)
+    if kind == "fp8":
+        x, y = deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False)
+        return x, y, exact_product(*x, *y)
+    a, b = (x.to({"bf16": BF16, "fp16": FP16}[kind]) for x in (a, b))
+    return a, b, a.double() @ b.double().t()
+
+
+def function(kind: str) -> Callable[..., None]:
+    return {"fp8": deep_gemm.fp8_gemm_nt, "bf16": deep_gemm.bf16_gemm_nt, "fp16": deep_gemm.fp16_gemm_nt}[kind]
+
+
+@pytest.mark.parametrize("added", ["", "c", "d"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp16"])
+def test_the_parts_come_in_one_order_and_are_rounded_once(kind: str, activation: str | None, added: str) -> None:
+    a, b, product = operands(kind)
+    for out, half in itertools.product(
+        {"fp8": (BF16, F32), "bf16": (BF16, F32), "fp16": (FP16, F32)}[kind], (False, True)
+    ):
+        bias, factor = random(N, dtype=out if half else F32, seed=3), random(M, seed=4)
+        residual, d = random(M, N, dtype=out, seed=5), random(M, N, dtype=out, seed=6)
+        c = {"": None, "c": random(M, N, dtype=out, seed=7), "d": d}[added]
+        x = product.float() * (torch.tensor(0.25) * factor)[:, None]
+        x = (x if c is None else x + c) + bias
+        wanted = (x if activation is None else ACTIVATIONS[activation](x)) + residual
+        function(kind)(a, b, d, c, epilogue=Epilogue(bias, activation, 0.25, residual, factor))
+        assert torch.equal(d, wanted.to(out))
+
+
+def test_an_epilogue_may_be_left_out_given_by_position_or_in_deepgemms_words() -> None:
+    a, b, product = operands("bf16")
+    d = torch.empty(M, N, dtype=F32)
+    for call in (
+        lambda: deep_gemm.bf16_gemm_nt(a, b, d, None, None, 0.5),
+        lambda: deep_gemm.bf16_gemm_nt(a, b, d, None, None, None, deep_gemm.epilogue.Alpha(0.5)),
+        lambda: deep_gemm.bf16_gemm_nt(a, b, d, alpha=torch.tensor(0.5)),
+        lambda: deep_gemm.bf16_gemm_nt(a, b, d, epilogue=Epilogue(row_factor=torch.full((M,), 0.5))),
+    ):
+        d.zero_()
+        call()
+        assert torch.equal(d, product.float() * 0.5)
+    deep_gemm.bf16_gemm_nt(a, b, d, epilogue=deep_gemm.epilogue.Identity())
+    assert torch.equal(d, product.float())
+
+
+def test_the_residual_may_be_d_and_k_may_be_0() -> None:
+    a, b, product = operands("bf16")
+    d = random(M, N, seed=5)
+    before = d.clone()
+    deep_gemm.bf16_gemm_nt(a, b, d, epilogue=Epilogue(activation="relu", residual=d))
+    assert torch.equal(d, product.float().relu() + before)
+    bias = random(N, seed=3)
+    deep_gemm.bf16_gemm_nt(a[:, :0], b[:, :0], d, epilogue=Epilogue(bias, "relu2"))
+    assert torch.equal(d, bias.relu().square().expand(M, N))
+
+
+def given(**parts: Any) -> Callable[[], object]:
+    """A call with an epilogue of these parts."""
+    a, b, _ = operands("bf16")
+    return lambda: deep_gemm.bf16_gemm_nt(a, b, torch.empty(M, N, dtype=BF16), epilogue=Epilogue(**parts))
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "activation": (
+        given(activation="mish"),
+        "activation of an epilogue must be None or one of 'silu', 'gelu', 'gelu_erf'",
+    ),
+    "alpha": (given(alpha="1"), "alpha must be a finite number or a float32 tensor of one element, but it is '1'"),
+    "alpha, infinite": (given(alpha=float("inf")), "alpha must be a finite number"),
+    "alpha of two": (given(alpha=torch.ones(2)), r"alpha must be .* of one element, but it is .* of \(2,\)"),
+    "alpha and factors": (given(alpha=torch.ones(1), row_factor=torch.ones(M)), "Pass row_factor=alpha . row_factor"),
+    "bias, a list": (given(bias=[1.0]), "bias must be a torch.Tensor, but it is of type list"),
+    "bias, dtype": (given(bias=torch.ones(N).double()), "bias of an epilogue must be torch.float32 or torch.bfloat16"),
+    "bias, shape": (given(bias=torch.ones(M)), r"bias of the epilogue must have the shape \(24,\), but it has \(9,\)"),
+    "bias, stride": (given(bias=torch.ones(2 * N)[::2]), "bias of the epilogue must be contiguous"),
+    "bias, rank": (given(bias=torch.ones(1, N)), "bias must have 1 dimension"),
+    "bias, device": (given(bias=torch.ones(N, device="meta")), "bias is a meta tensor"),
+    "residual, dtype": (
+        given(residual=torch.ones(M, N)),
+        "residual of the epilogue must have d's dtype, torch.bfloat16",
+    ),
+    "residual, shape": (
+        given(residual=torch.ones(N, M).bfloat16()),
+        r"residual of the epilogue must have the shape \(9, 24\)",
+    ),
+    "residual, layout": (
+        given(residual=torch.ones(N, M).bfloat16().t()),
+        "residual must be row-major with rows of its own",
+    ),
+    "factors, dtype": (given(row_factor=torch.ones(M).bfloat16()), "row_factor of an epilogue must be torch.float32"),
+    "factors, shape": (given(row_factor=torch.ones(N)), r"row_factor of the epilogue must have the shape \(9,\)"),
+    "a name": (
+        lambda: deep_gemm.bf16_gemm_nt(*operands("bf16")[:2], torch.empty(M, N), epilogue="relu"),  # type: ignore[arg-type]
+        r"Pass deep_gemm.Epilogue\(activation='relu'\)",
+    ),
+    "both": (
+        lambda: deep_gemm.bf16_gemm_nt(
+            *operands("bf16")[:2], torch.empty(M, N), alpha=1.0, epilogue=Epilogue(alpha=1.0)
+        ),
+        "alpha and epilogue cannot both be given",
+    ),
+    "FP8CastWithClamp": (lambda: deep_gemm.epilogue.FP8CastWithClamp(torch.ones(1)), "this version writes no FP8"),
+    "BF16StochasticRounding": (deep_gemm.epilogue.BF16StochasticRounding, "this version rounds to nearest"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
+    call, sentence = REFUSED[name]
+    with pytest.raises((InvalidInputError, UnsupportedError), match=sentence):
+        call()
+
+
+def test_a_residual_that_overlaps_d_is_refused() -> None:
+    a, b, _ = operands("bf16")
+    both = torch.zeros(M + 1, N)
+    with pytest.raises(InvalidInputError, match="d and residual share memory"):
+        deep_gemm.bf16_gemm_nt(a, b, both[1:], epilogue=Epilogue(residual=both[:-1]))
+    with pytest.raises(InvalidInputError, match="d and residual share memory"):  # c is d, so d is read twice
+        deep_gemm.bf16_gemm_nt(a, b, both[1:], both[1:], epilogue=Epilogue(residual=both[1:]))
+
+
+PARTS = [
+    Parts(*each)
+    for each in itertools.product((False, True), (False, True), ("", "f32", "bf16"), ("", "gelu_erf"), (False, True))
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_a_text_names_all_parts(parts: Parts) -> None:
+    assert parse(str(parts)) == parts
+
+
+def test_kernels_get_the_parts_as_operands(gpu: FakeGpu) -> None:
+    """The first call is remembered, others with other tensors are replays, and each alpha is another launch."""
+    x, y = torch.zeros(M, K, dtype=BF16), torch.zeros(N, K, dtype=BF16)
+    d, bias, residual = torch.zeros(M, N, dtype=BF16), torch.zeros(N), torch.zeros(M, N + 8, dtype=BF16)[:, :N]
+    for alpha, prepared in ((0.5, 1), (0.5, 1), (2.0, 2), (2.0, 2)):
+        deep_gemm.bf16_gemm_nt(x, y, d, epilogue=Epilogue(bias, "silu", alpha, residual))
+        launched = gpu.launched[-1]
+        assert launched.spec.epilogue == "alpha+bias:f32+silu+residual"
+        assert launched.strides["alpha"] == (alpha,)
+        assert launched.strides["residual"] == (N + 8, 1)
+        assert {name: launched.at[name] for name in ("bias", "residual")} == {
+            "bias": bias.data_ptr(),
+            "residual": residual.data_ptr(),
+        }
+        assert gpu.prepared == prepared
+    deep_gemm.bf16_gemm_nt(x, y, d, epilogue=Epilogue(residual=torch.zeros(M, N + 1, dtype=BF16)[:, :N]))
+    assert not gpu.launched[-1].spec.d.aligned
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    each = "".join(
+        f'extern "C" void {name}(float* x, long count) {{ for (long i = 0; i < count; i += 2) '
+        f"{Parts(activation=name).device_name.partition(',')[0]}::apply(x[i], x[i + 1]); }}\n"
+        for name in ACTIVATIONS
+    )
+    return compiled(tmp_path_factory.mktemp("host"), "paired_activation.cuh", each)
+
+
+EDGES = [
+    0.0,
+    -0.0,
+    float("inf"),
+    float("-inf"),
+    float("nan"),
+    88.0,
+    -88.0,
+    104.0,
+    -104.0,
+    1e-38,
+    -1e-38,
+    1e-42,
+    3e38,
+    -3e38,
+]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_an_activation_is_torchs(library: ctypes.CDLL, name: str) -> None:
+    """Relative to the exact value, also where it is tiny; below 2^-119 it may be zero. Zeros keep their sign. Infinity
+    and NaN are as in torch."""
+    x = torch.cat([torch.linspace(-20, 20, 40000), torch.linspace(-110, 110, 2000), torch.tensor(EDGES)])
+    found, exact = pairs(library, name, x).double(), ACTIVATIONS[name](x.double())
+    finite = exact.isfinite() & (exact.abs() < 3e38)
+    error = (found - exact).abs()[finite]
+    # exp(-x^2 / 2) has x^2 / 2 times the relative error of its argument; that of GELU with tanh grows with x^3.
+    relative = 2**-18 + x[finite].double().clamp(-30, 30).square() * 2**-22
+    bound = exact.abs()[finite] * relative + (2**-50 if "gelu" in name else 2**-119)  # torch's 1 + erf loses the tail
+    assert (error <= bound).all(), (x[finite][(error - bound).argmax()], (error - bound).max())
+    edges = torch.tensor(EDGES)
+    at_edges, wanted = pairs(library, name, edges), ACTIVATIONS[name](edges)
+    for value, ours, theirs in zip(EDGES, at_edges, wanted, strict=True):
+        if not theirs.isfinite():
+            torch.testing.assert_close(ours, theirs, equal_nan=True)
+        if value == 0 and "relu" not in name:
+            assert ours.signbit() == torch.tensor(value).signbit()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_a_sum_that_is_not_finite_changes_no_other(library: ctypes.CDLL, name: str) -> None:
+    """Two sums share one reciprocal."""
+    ordinary = torch.linspace(-50, 50, 101)
+    alone = pairs(library, name, torch.stack([ordinary, torch.ones_like(ordinary)], 1).flatten())[::2]
+    for edge, place in itertools.product(EDGES, (0, 1)):
+        both = [ordinary, torch.full_like(ordinary, edge)]
+        found = pairs(library, name, torch.stack(both if place == 0 else both[::-1], 1).flatten())[place::2]
+        torch.testing.assert_close(found, alone, rtol=2**-21, atol=0)

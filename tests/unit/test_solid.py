@@ -1,0 +1,170 @@
+"""The file of a solid pack: the same kernels give the same bytes, and what is damaged is refused, never used."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import random
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jit_fakes import FakeCompiler, builder, cubin_of
+from pack_kernels import packed, sources, user
+
+from deep_gemm.jit.cache import pack as packs
+from deep_gemm.jit.cache import solid
+from deep_gemm.jit.cache.packable import Packable
+
+COUNT, IN_A_BLOCK = 10, 3
+
+
+def contents(root: Path, compiler: FakeCompiler | None = None) -> list[Packable]:
+    """Ten kernels, each with a render key."""
+    build = builder(root / "cache" / "root", compiler, include_dir=root / "no-headers")
+    found = []
+    for index, one in enumerate(sources(COUNT)):
+        object.__setattr__(one, "render_key", f"{index:02x}" * 20)
+        found.append(packed(build.build(one), one))
+    return found
+
+
+def make(path: Path, compiler: FakeCompiler | None = None) -> Path:
+    made = contents(path.parent, compiler)
+    solid.write(path, [made[at : at + IN_A_BLOCK] for at in range(0, COUNT, IN_A_BLOCK)])
+    return path
+
+
+@pytest.fixture
+def pack(tmp_path: Path) -> Path:
+    return make(tmp_path / "a.dgpack")
+
+
+def test_it_holds_what_was_written(pack: Path) -> None:
+    found = packs.read(pack)
+    assert isinstance(found, solid.SolidPack)
+    assert (found.version, found.count) == (importlib.metadata.version("deep-gemm-jit"), COUNT)
+    assert found.cubin_bytes == sum(kernel.cubin_bytes for kernel in found.kernels.values())
+    assert [kernel.name for kernel in found.kernels.values()] == [f"k{index}" for index in range(COUNT)]
+    for key, kernel in found.kernels.items():
+        source = f"int body{kernel.name[1:]};\n"
+        assert (found.find(key), found.rendered(kernel.render_key)) == (kernel, kernel)
+        assert (found.cubin(key), found.source(key).decode()) == (cubin_of(source), source)
+        assert kernel.seconds == {}
+    assert found.find("0" * 40) is found.find("") is found.rendered("") is found.rendered("f" * 40) is None
+    with pytest.raises(KeyError):
+        found.cubin("0" * 40)
+    assert packs.problems(pack) == []
+    assert stat.S_IMODE(pack.stat().st_mode) == 0o644
+
+
+def test_two_builds_give_the_same_bytes(pack: Path, tmp_path: Path) -> None:
+    """How long kernels took to compile differs, and is left out."""
+    assert make(tmp_path / "other" / "b.dgpack", FakeCompiler(seconds=0.01)).read_bytes() == pack.read_bytes()
+
+
+def test_kernels_that_resemble_each_other_are_compressed_together(tmp_path: Path) -> None:
+    made = contents(tmp_path)
+    alike = [Packable(one.kernel, made[0].cubin, made[0].source) for one in made]
+    sizes = {}
+    for count in (1, COUNT):
+        solid.write(tmp_path / "x", [alike[at : at + count] for at in range(0, COUNT, count)])
+        sizes[count] = (tmp_path / "x").stat().st_size
+    assert sizes[COUNT] < 0.4 * sizes[1]
+
+
+def test_a_builder_uses_it(pack: Path, tmp_path: Path) -> None:
+    build, compiler = user(tmp_path / "root", pack)
+    one = sources(COUNT)[7]
+    binary = build.build(one)
+    assert (binary.layer, binary.cubin) == ("pack", cubin_of(one.source))
+    assert build.source("07" * 20) == one.source
+    assert compiler.calls == []
+
+
+def test_one_kernel_reads_one_block(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = packs.read(pack)
+    unpacked: list[int] = []
+    decompressed = solid._decompressed
+    monkeypatch.setattr(solid, "_decompressed", lambda *x: (unpacked.append(len(x[0])), decompressed(*x))[1])
+    key = next(iter(found.kernels))
+    unpacked.clear()
+    assert found.rendered("00" * 20) is not None
+    assert found.find(key) is not None
+    assert found.cubin(key)
+    assert len(unpacked) == 1
+
+
+def test_every_flipped_bit_is_found_and_never_served(pack: Path, tmp_path: Path) -> None:
+    """One bit of each 16 bytes: names, sizes, head, table, blocks."""
+    good, rng, bad = pack.read_bytes(), random.Random(0), tmp_path / "bad.dgpack"
+    asked = sources(COUNT)[4]
+    served = 0
+    for start in range(0, len(good), 16):
+        data = bytearray(good)
+        data[min(start + rng.randrange(16), len(good) - 1)] ^= 1 << rng.randrange(8)
+        bad.write_bytes(data)
+        assert packs.problems(bad), start
+        if start % 128 == 0:
+            build, _ = user(tmp_path / "none" / "root", bad)
+            binary = build.packs.get(build.source_key(asked), asked.name, asked.arch)
+            served += binary is not None
+            assert binary is None or binary[1] == cubin_of(asked.source)
+    assert served, "a block that is damaged leaves those of other blocks"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: data[:-1], "bytes, which are not those"),
+        (lambda data: data + b"\0", "bytes, which are not those"),
+        (lambda data: data[:60], "but the file has 60"),
+        (lambda data: data[: len(solid.MAGIC) + 3], "but the file has"),
+        (lambda data: data[: len(solid.MAGIC)], "but the file has"),
+        (lambda data: data[: len(solid.MAGIC) - 1], "does not begin with the manifest"),
+        (lambda data: b"", "does not begin with the manifest"),
+        (lambda data: data.replace(b'"schema": ', b'"scheme": ', 1), "SHA-256"),
+    ],
+)
+def test_a_damaged_file_says_why_and_the_jit_serves(
+    pack: Path, tmp_path: Path, caplog: Any, damage: Callable[[bytes], bytes], why: str
+) -> None:
+    pack.write_bytes(damage(pack.read_bytes()))
+    with pytest.raises(ValueError, match=why):
+        packs.read(pack)
+    build, compiler = user(tmp_path / "root", pack)
+    assert [build.build(one).layer for one in sources(2)] == ["compiled"] * 2
+    assert len(compiler.calls) == 2
+    assert len([record for record in caplog.records if str(pack) in record.message]) == 1
+
+
+def test_keys_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = make(tmp_path / "a.dgpack")
+    monkeypatch.setattr(solid, "SCHEMA", 4)
+    with pytest.raises(ValueError, match="schema 5, and those here are of 4"):
+        packs.read(pack)
+
+
+def test_a_python_without_lzma_compiles(
+    pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    build, _ = user(tmp_path / "root", pack)
+    assert build.build(sources()[0]).layer == "compiled"
+    (message,) = {record.message for record in caplog.records}
+    assert "this Python was built without lzma" in message
+
+
+def test_a_block_that_grows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not have the 10 bytes"):
+        solid._decompressed(solid._compressed(bytes(1 << 20)), 10)
+    with pytest.raises(ValueError, match="claims"):
+        solid._decompressed(b"", 1 << 30)
+
+
+def test_two_kernels_with_one_key_are_refused(tmp_path: Path) -> None:
+    one = contents(tmp_path)[0]
+    with pytest.raises(ValueError, match="one source key"):
+        solid.write(tmp_path / "a.dgpack", [[one, one]])
