@@ -12,8 +12,8 @@ from deep_gemm.kernels.families import (
     HALF_BATCHED,
     HALF_PARTS,
     HALF_SUMMED,
-    SUM_PARTS,
 )
+from deep_gemm.kernels.helpers import SUM_PARTS
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
@@ -60,8 +60,8 @@ MUTATIONS = [
     Mutation(
         "take the first product's scales of B for all, swapped",
         "fp8_scaled_swapped.cuh",
-        "tile.group * arg.scale_b_stride_g;",
-        "0 * arg.scale_b_stride_g;",
+        "tile.group * kernel.arg.scale_b_stride_g;",
+        "0 * kernel.arg.scale_b_stride_g;",
         FP8_SWAPPED,
     ),
     Mutation(

@@ -53,7 +53,6 @@ FP8_GEMM = GemmFamily(
     outputs=("bf16",),
     accumulates=("none",),
     prefix="fp8_gemm",
-    has_epilogues=True,
     varied=(
         ((256, 128, (2, 1, 1)), {}),
         ((128, 128), {"store": "direct"}),
@@ -74,7 +73,6 @@ FP8_ROWS = GemmFamily(
     accumulates=("none",),
     aligned_d=True,
     label="rows ",
-    has_epilogues=True,
     varied=(((128, 128), {"shape": SHAPE}),),
 )
 
@@ -89,7 +87,6 @@ FP8_SWAPPED = GemmFamily(
     label="swapped ",
     prefix="fp8_gemm",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {}),
         ((64, 4, 2), {}),
@@ -108,7 +105,6 @@ FP8_SCALED = GemmFamily(
     outputs=("f32", "bf16", "f16"),
     limit=_rows_have_own_kernel,
     label="any ",
-    has_epilogues=True,
     serving_options=_any_scaling,
     varied=(
         ((128, 160), {"accumulate": "reduces"}),
@@ -140,7 +136,6 @@ FP8_SCALED_SWAPPED = GemmFamily(
     limit=_plain_has_own_kernels,
     label="any swapped ",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {"scaling": "1d2d", "output": "f32"}),
         ((16, 4), {"scaling": "1d2d", "output": "f32", "accumulate": "reads"}),
@@ -207,7 +202,6 @@ FP8_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     label="any ",
-    has_epilogues=True,
     varied=(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
@@ -240,7 +234,6 @@ HALF_GEMM = GemmFamily(
     dtypes=("bf16", "f16"),
     majors=ALL_MAJORS,
     outputs=(SAME, "f32"),
-    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "km"}),
         ((128, 256), {"majors": "mm"}),
@@ -275,7 +268,6 @@ HALF_SWAP_AB = GemmFamily(
     aligned_d=True,
     label="turned ",
     tile_prefix="turned_",
-    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "mm"}),
         ((200, 128), {"majors": "km"}),
@@ -299,7 +291,6 @@ HALF_SWAPPED = GemmFamily(
     outputs=(SAME, "f32"),
     label="swapped ",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {"majors": "km"}),
         ((16, 4), {"majors": "km", "output": "f32"}),
@@ -324,7 +315,6 @@ HALF_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     limit=_mn_major_b_has_whole_blocks,
-    has_epilogues=True,
     varied=(
         ((128, 256), {"grouping": "masked", "majors": "km"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),

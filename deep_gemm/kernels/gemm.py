@@ -49,8 +49,7 @@ class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
     It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
-    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store.
-    ``has_epilogues``: it takes all that `epilogues` has. ``limit`` refuses more, in
+    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``limit`` refuses more, in
     a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
     of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
     `config` and of `case`.
@@ -66,7 +65,6 @@ class GemmFamily(Kernel):
     groupings: tuple[Grouping, ...] = ("none",)
     accumulates: tuple[Accumulate, ...] = get_args(Accumulate)
     aligned_d: bool = False
-    has_epilogues: bool = False
     limit: Callable[[GemmSpec], str | None] = _none
     label: str = ""
     prefix: str = ""
@@ -81,6 +79,11 @@ class GemmFamily(Kernel):
     @property
     def mma_instruction(self) -> str:  # type: ignore[override]
         return self.rules.mma_instruction
+
+    @property
+    def has_epilogues(self) -> bool:
+        """Whether it takes all that `epilogues` has: one product does, and groups along M do."""
+        return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
 
     # ---- which specs, and which configs
 
