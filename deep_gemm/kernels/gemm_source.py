@@ -186,7 +186,7 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-    if p.grouping not in ("none", "summed", "parts", "heads") and p.scaling == "1d2d":
+    if p.scaling == "1d2d" and (p.grouping == "batched" or p.grouping in groups.WITH_TABLE and p.grouping != "k"):
         found += parameters("i64 scale_b_stride_g")
     return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
 
