@@ -10,8 +10,7 @@ from torch import Tensor
 
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.families import HALF_PARTS
-from deep_gemm.kernels.helpers import SUM_PARTS
+from deep_gemm.kernels.families import HALF_PARTS, SUM_PARTS
 from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div

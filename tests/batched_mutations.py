@@ -12,8 +12,8 @@ from deep_gemm.kernels.families import (
     HALF_BATCHED,
     HALF_PARTS,
     HALF_SUMMED,
+    SUM_PARTS,
 )
-from deep_gemm.kernels.helpers import SUM_PARTS
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
