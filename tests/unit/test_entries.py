@@ -32,7 +32,7 @@ CLASSES["heads"] = SkipHeadMid
 FUNCTIONS: dict[str, Operation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
-    if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed", "parts")
+    if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed")
     for form in product.forms
 }
 
