@@ -182,7 +182,7 @@ class GemmFamily(Kernel):
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
-        if spec.grouping in ("none", "summed", "parts", "heads"):
+        if spec.grouping in ("none", "summed", "heads"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
             return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
@@ -269,8 +269,8 @@ class GemmFamily(Kernel):
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
         many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
-        summed. With parts, the stride of "parts" is their number. With heads, the strides of "heads" are the columns of
-        a head of D on the left, in the middle and on the right. An epilogue's tensors are operands of their own."""
+        summed. With heads, the strides of "heads" are the columns of a head of D on the left, in the middle and on the
+        right. An epilogue's tensors are operands of their own."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense

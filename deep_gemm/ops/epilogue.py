@@ -42,6 +42,11 @@ class Epilogue:
         InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
             by the call.
         UnsupportedError: parts that this version cannot combine.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.bf16_gemm_nt(a, b, d, epilogue=deep_gemm.Epilogue(bias=torch.full((32,), -60.0), activation="relu"))
+    >>> d[0, 0].item()
+    4.0
     """
 
     bias: Tensor | None = None

@@ -61,8 +61,8 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
     # single elements.
     few, rows = params.kernel == HALF_SWAPPED.name, params.kernel == HALF_GROUPED.name
-    tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched") else "2D"
-    loads = "3D" if params.grouping in ("batched", "summed") else "2D"
+    tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched", "parts") else "2D"
+    loads = "3D" if params.grouping in ("batched", "parts", "summed") else "2D"
     assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.accumulate != "reduces")
     assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.accumulate == "reduces")
     assert ("STG.E.128" in text) == (tma and (rows or (few and params.output != "f32")))

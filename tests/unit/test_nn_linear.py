@@ -263,9 +263,9 @@ def test_what_is_wrong_is_said(wrong: Callable[[], Any], message: str) -> None:
 
 def test_the_package_alone_imports_no_modules() -> None:
     code = (
-        "import sys, torch, deep_gemm; deep_gemm.fp8_gemm_nt; print('deep_gemm.nn' in sys.modules); "
-        "print(deep_gemm.nn.FP8Linear.__name__, *sorted({'safetensors', 'torch._dynamo', 'triton', 'rich', 'tqdm'} & "
-        "set(sys.modules)))"
+        "import sys, torch; before = {*sys.modules}; import deep_gemm; deep_gemm.fp8_gemm_nt; "
+        "print('deep_gemm.nn' in sys.modules); print(deep_gemm.nn.FP8Linear.__name__, "
+        "*sorted({'safetensors', 'torch._dynamo', 'triton', 'rich', 'tqdm', 'yaml'} & ({*sys.modules} - before)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.splitlines() == ["False", "FP8Linear"]
