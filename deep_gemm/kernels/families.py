@@ -53,7 +53,6 @@ FP8_GEMM = GemmFamily(
     outputs=("bf16",),
     accumulates=("none",),
     prefix="fp8_gemm",
-    has_epilogues=True,
     varied=(
         ((256, 128, (2, 1, 1)), {}),
         ((128, 128), {"store": "direct"}),
@@ -74,7 +73,6 @@ FP8_ROWS = GemmFamily(
     accumulates=("none",),
     aligned_d=True,
     label="rows ",
-    has_epilogues=True,
     varied=(((128, 128), {"shape": SHAPE}),),
 )
 
@@ -89,7 +87,6 @@ FP8_SWAPPED = GemmFamily(
     label="swapped ",
     prefix="fp8_gemm",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {}),
         ((64, 4, 2), {}),
@@ -108,7 +105,6 @@ FP8_SCALED = GemmFamily(
     outputs=("f32", "bf16", "f16"),
     limit=_rows_have_own_kernel,
     label="any ",
-    has_epilogues=True,
     serving_options=_any_scaling,
     varied=(
         ((128, 160), {"accumulate": "reduces"}),
@@ -140,7 +136,6 @@ FP8_SCALED_SWAPPED = GemmFamily(
     limit=_plain_has_own_kernels,
     label="any swapped ",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {"scaling": "1d2d", "output": "f32"}),
         ((16, 4), {"scaling": "1d2d", "output": "f32", "accumulate": "reads"}),
@@ -181,7 +176,11 @@ FP8_BATCHED_SWAPPED = GemmFamily(
     accumulates=("none",),
     label="any swapped ",
     tile_prefix="swapped_",
-    varied=(((64,), {"store": "direct"}), ((16, 1, 1, 2), {"store": "direct"}), ((16, 1, 1, 2), {"shape": SHAPE})),
+    varied=(
+        ((64,), {"store": "direct"}),
+        ((16, 1, 1, 2), {"store": "direct"}),
+        ((16, 1, 1, 2), {"shape": SHAPE}),
+    ),
 )
 
 FP8_HEADS = GemmFamily(
@@ -194,7 +193,10 @@ FP8_HEADS = GemmFamily(
     groupings=("heads",),
     accumulates=("none",),
     label="any ",
-    varied=(((64, 64, (1, 1), 2, 2), {"store": "direct"}), ((128, 256, (1, 1), 1, 1), {"store": "direct"})),
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+    ),
 )
 
 FP8_GROUPED = GemmFamily(
@@ -207,7 +209,6 @@ FP8_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     label="any ",
-    has_epilogues=True,
     varied=(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
@@ -240,7 +241,6 @@ HALF_GEMM = GemmFamily(
     dtypes=("bf16", "f16"),
     majors=ALL_MAJORS,
     outputs=(SAME, "f32"),
-    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "km"}),
         ((128, 256), {"majors": "mm"}),
@@ -275,7 +275,6 @@ HALF_SWAP_AB = GemmFamily(
     aligned_d=True,
     label="turned ",
     tile_prefix="turned_",
-    has_epilogues=True,
     varied=(
         ((128, 128), {"majors": "mm"}),
         ((200, 128), {"majors": "km"}),
@@ -299,7 +298,6 @@ HALF_SWAPPED = GemmFamily(
     outputs=(SAME, "f32"),
     label="swapped ",
     tile_prefix="swapped_",
-    has_epilogues=True,
     varied=(
         ((64,), {"majors": "km"}),
         ((16, 4), {"majors": "km", "output": "f32"}),
@@ -324,7 +322,6 @@ HALF_GROUPED = GemmFamily(
     groupings=ALONG_M,
     accumulates=("none",),
     limit=_mn_major_b_has_whole_blocks,
-    has_epilogues=True,
     varied=(
         ((128, 256), {"grouping": "masked", "majors": "km"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
@@ -377,20 +374,8 @@ HALF_SUMMED = GemmFamily(
     varied=(((64, 64, (1, 1, 4)), {"output": "bf16"}), ((128, 128), {"accumulate": "reads", "store": "direct"})),
 )
 
-HALF_PARTS = GemmFamily(
-    name="sm90_half_parts",
-    rules=HalfGemm(groups="parts"),
-    serving=serving.HALF_PARTS,
-    dtypes=("bf16",),
-    outputs=("f32",),
-    groupings=("parts",),
-    accumulates=("none",),
-    aligned_d=True,
-)
-
 GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_PARTS),
-    *(HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

@@ -49,8 +49,7 @@ class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
     It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
-    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store.
-    ``has_epilogues``: it takes all that `epilogues` has. ``limit`` refuses more, in
+    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``limit`` refuses more, in
     a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
     of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
     `config` and of `case`.
@@ -66,7 +65,6 @@ class GemmFamily(Kernel):
     groupings: tuple[Grouping, ...] = ("none",)
     accumulates: tuple[Accumulate, ...] = get_args(Accumulate)
     aligned_d: bool = False
-    has_epilogues: bool = False
     limit: Callable[[GemmSpec], str | None] = _none
     label: str = ""
     prefix: str = ""
@@ -81,6 +79,11 @@ class GemmFamily(Kernel):
     @property
     def mma_instruction(self) -> str:  # type: ignore[override]
         return self.rules.mma_instruction
+
+    @property
+    def has_epilogues(self) -> bool:
+        """Whether it takes all that `epilogues` has: one product does, and groups along M do."""
+        return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
 
     # ---- which specs, and which configs
 
@@ -171,7 +174,7 @@ class GemmFamily(Kernel):
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
-        if spec.grouping in ("none", "summed", "parts", "heads"):
+        if spec.grouping in ("none", "summed", "heads"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
             return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
@@ -256,8 +259,8 @@ class GemmFamily(Kernel):
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
         many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
-        summed. With parts, the stride of "parts" is their number. With heads, the strides of "heads" are the columns of
-        a head of D on the left, in the middle and on the right. An epilogue's tensors are operands of their own."""
+        summed. With heads, the strides of "heads" are the columns of a head of D on the left, in the middle and on the
+        right. An epilogue's tensors are operands of their own."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense

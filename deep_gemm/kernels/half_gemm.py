@@ -46,8 +46,8 @@ _K_GROUP_BUFFERS = 2
 
 class HalfGemm(Template):
     """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
-    transpose D. ``groups``: "m" and "k" for groups along M and K, "batch", "sum" and "parts" for
-    several products of equal size."""
+    transpose D. ``groups``: "m" and "k" for groups along M and K, "batch" and "sum" for several
+    products of equal size."""
 
     file = "sm90_half_gemm.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = (

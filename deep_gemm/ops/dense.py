@@ -50,7 +50,7 @@ class Dense(Gemm):
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
         self._check_outputs(named, form)
-        self.check_fused(named, *named["d"].shape, epilogue)
+        self.check_fused(named, epilogue)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -84,7 +83,7 @@ class Epilogue:
                 f"alpha must be a finite number or a float32 tensor of one element, but it is {shown(self.alpha)}."
             )
         given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
-        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 check_tensor(name, tensor)
@@ -94,15 +93,10 @@ class Epilogue:
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
-        text = _text(has_number, rows is not None, bias, self.activation or "", self.residual is not None)
+        text = str(Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None))
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         for name, value in (("text", text), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
-
-
-@functools.cache
-def _text(alpha: bool, row_factor: bool, bias: str, activation: str, residual: bool) -> str:
-    return str(Parts(alpha, row_factor, bias, activation, residual))
 
 
 def _is_number(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Products with an epilogue: an operation for each set of tensors that epilogues have, made when it is first called."""
+"""Products with an epilogue: an operation for each set of tensors of an epilogue, made when it is first called."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
@@ -27,15 +28,17 @@ def call(kind: Callable[..., Operation], product: str, given: Mapping[str, Any],
 def records(product: str, given: Mapping[str, Any]) -> bool:
     """Record a call in the program that torch traces. False if it traces none."""
     operation = _traced[product]
-    arguments = [given.get(parameter.name) for parameter in operation.arguments]
-    if torch.compiler.is_dynamo_compiling():
-        operators.register(operation.operator)
-        getattr(_operators, operation.operator)(*operators.flattened(operation, arguments))
-        return True
-    if operators.is_recorded(arguments):
-        operators.record((operation,), arguments)
-        return True
-    return False
+    flat = [value for name in operation.names for value in _flat(given.get(name))]
+    if not (torch.compiler.is_dynamo_compiling() or operators.is_recorded(flat)):
+        return False
+    operators.register(operation.operator)
+    getattr(_operators, operation.operator)(*flat)
+    return True
+
+
+def _flat(value: Any) -> tuple[Any, ...]:
+    """A pair of values and scales is two arguments of an operator; a recipe is one."""
+    return tuple(value) if isinstance(value, (tuple, list)) and isinstance(value[0], Tensor) else (value,)
 
 
 @functools.cache
@@ -56,7 +59,7 @@ class Finished(Operation):
         self.operands, self.output = every.operands, every.output
         required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
         self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
-        self.operator = operators.name_of((self,))
+        self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]
         _traced[product] = self
         operators.announce((self,), self._call)
 

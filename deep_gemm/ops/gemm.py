@@ -90,7 +90,7 @@ class Gemm(Operation):
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
         if fused is None:
-            self.finishing = ALPHA, EPILOGUE
+            self.finishing: tuple[Parameter, ...] = ALPHA, EPILOGUE
         else:
             added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
             self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)
@@ -135,18 +135,19 @@ class Gemm(Operation):
         """A call with an epilogue, by the operation for its tensors."""
         epilogue = given_epilogue(arguments["epilogue"], arguments.get("alpha"))
         if epilogue is None:
-            plain(**{f"{name}_": value for name, value in (arguments | {"epilogue": None}).items()})
+            plain(**{f"{name}_": value for name, value in ({**arguments, "epilogue": None}).items()})
             return
         given = {**arguments, "alpha": epilogue.number, "epilogue": epilogue.text, **epilogue.tensors}
         if not (torch.compiler.is_compiling() and finished.records(self.name, given)):
             finished.call(type(self), self.name, given, tuple(epilogue.tensors))
 
-    def check_fused(self, named: Mapping[str, Any], m: int, n: int, epilogue: str) -> None:
-        """Check an epilogue's tensors, and that the operation has those of ``epilogue``; d has M x N elements."""
+    def check_fused(self, named: Mapping[str, Any], epilogue: str) -> None:
+        """Check the tensors of ``epilogue``, the text of one, against the shape of d."""
         if epilogue == "none" and not self.fused:
             return
+        *groups, m, n = named["d"].shape
         shapes = {
-            "row_factor": (*named["a"].shape[:-2], m),
+            "row_factor": (*groups, m),
             "bias": (*named["b"].shape[:-2], n),
             "residual": tuple(named["d"].shape),
         }

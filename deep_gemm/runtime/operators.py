@@ -90,17 +90,12 @@ def is_recorded(arguments: Sequence[Any]) -> bool:
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     """Call the operator of ``variants`` with the arguments of their entry."""
     name = name_of(variants)
-    register(name)
-    getattr(getattr(torch.ops, NAMESPACE), name)(*flattened(variants[0], arguments))
-
-
-def flattened(operation: Operation, arguments: Sequence[Any]) -> list[Any]:
-    """The arguments of an operator from those of its operation's entry."""
     flat: list[Any] = []
-    for parameter, value in zip(operation.arguments, arguments, strict=True):
+    register(name)
+    for parameter, value in zip(variants[0].arguments, arguments, strict=True):
         if parameter.use != "refused":
             flat += value if parameter.type == _PAIR else [value]
-    return flat
+    getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
 
 
 def schema(variants: Sequence[Operation]) -> str:

@@ -80,8 +80,9 @@ def test_repeats_have_the_same_bits(name: str) -> None:
     assert all(torch.equal(once[key], again[key]) for key in once)
 
 
-def test_a_mixture_is_near_the_one_in_float64() -> None:
-    made = nn.MoE(256, 144, experts=6, top_k=2, device=DEVICE)
+@pytest.mark.parametrize("recipe", ["1x128", "mixed"])
+def test_a_mixture_is_near_the_one_in_float64(recipe: Any) -> None:
+    made = nn.MoE(256, 144, experts=6, top_k=2, weight_gradient=recipe, device=DEVICE)
     x, dy = matrix(300, 256, device=DEVICE), matrix(300, 256, device=DEVICE)
     check(experts_results(made, x, dy), experts_exact(made, x, dy), EXPERT_BOUNDS)
 

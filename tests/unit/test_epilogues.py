@@ -182,6 +182,30 @@ def test_kernels_get_the_parts_as_operands(gpu: FakeGpu) -> None:
     assert not gpu.launched[-1].spec.d.aligned
 
 
+class Layer(torch.nn.Module):
+    """A product with bias, in FP8 or BF16."""
+
+    def forward(self, a: Any, b: Any, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        d = torch.empty_like(residual)
+        call = function("fp8" if isinstance(a, tuple) else "bf16")
+        call(a, b, d, epilogue=Epilogue(bias, "relu", 0.5, residual))
+        return d + 1
+
+
+@pytest.mark.parametrize("way", ["compile", "export"])
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_torch_records_a_call_as_one_operator(kind: str, way: str) -> None:
+    a, b, _ = operands(kind)
+    given = a, b, random(N), random(M, N, dtype=BF16)
+    wanted = Layer()(*given)
+    if way == "compile":
+        assert torch.equal(torch.compile(Layer(), backend="eager", fullgraph=True)(*given), wanted)
+        return
+    program = torch.export.export(Layer(), given, strict=False)
+    assert f"torch.ops.deep_gemm_jit.{kind}_gemm_epilogue" in str(program.graph)
+    assert torch.equal(program.module()(*given), wanted)
+
+
 # ------------------------------------------------------------------------------------------------ arithmetic
 
 
