@@ -57,6 +57,15 @@ class GemmConfig(Config):
         """Rows and columns of D that one CTA writes."""
         return self.block_m, self.block_n
 
+    def changed(self, num_stages: int, num_partials: int | None = None) -> GemmConfig:
+        """A copy with so many stages, and sets of partial sums if given. A first call makes 60 of them, and
+        `dataclasses.replace` takes ten times as long."""
+        found = object.__new__(GemmConfig)
+        vars(found).update(vars(self), num_stages=num_stages)
+        if num_partials is not None:
+            vars(found)["num_partials"] = num_partials
+        return found
+
     @property
     def height(self) -> int:
         """Rows of the tile's sums, which consumers share: the M of wgmma."""

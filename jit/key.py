@@ -180,9 +180,15 @@ def _content(path: str) -> bytes | OSError | None:
 
 
 def content_of(path: str) -> bytes:
-    """The bytes of a file. `Path.read_bytes` takes twice as long, and a process reads some forty."""
-    with open(path, "rb", 0) as file:
-        return file.read()
+    """The bytes of a file. `Path.read_bytes` takes several times as long, and a process reads some forty."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = []
+        while part := os.read(descriptor, 1 << 16):
+            parts.append(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
 
 
 def signature(path: str) -> Signature | None:

@@ -1,11 +1,12 @@
 """Kernel families, and which can compute a spec.
 
-``families.py`` lists GEMMs, and ``other_families.py`` all others; there is no other list. A process imports the list
-that it needs: importing both would take a third of a first call."""
+``families.py`` lists GEMMs, and ``other_families.py`` all others; there is no other list. A process imports what it
+needs: importing all would take a third of a first call."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -30,11 +31,10 @@ def registry() -> Mapping[str, Kernel]:
 @functools.cache
 def get(name: str) -> Kernel:
     """The kernel family called ``name``; KeyError if there is none."""
-    # What was imported already first: a process that casts needs no GEMM, and the reverse.
-    for families in sorted((_gemms, _others), key=lambda each: -each.cache_info().currsize):
-        if name in (known := families()):
-            return known[name]
-    raise KeyError(name)
+    from .other_families import OTHERS
+
+    others = [of for of, (known, *_) in OTHERS.items() if known == name]
+    return _other(others[0]) if others else _gemms()[name]
 
 
 def gemm_family(name: str) -> GemmFamily:
@@ -49,33 +49,49 @@ def _gemms() -> Mapping[str, GemmFamily]:
     return {family.name: family for family in GEMMS}
 
 
-@functools.lru_cache(maxsize=1)
 def _others() -> Mapping[str, Kernel]:
     from .other_families import OTHERS
 
-    return {family.name: family for family in OTHERS}
+    return {family.name: family for family in map(_other, OTHERS)}
+
+
+@functools.cache
+def _other(of: type) -> Kernel:
+    """The family that computes specs of this type."""
+    from .other_families import OTHERS
+
+    _, module, name = OTHERS[of]
+    found: Kernel = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return found
 
 
 def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     """The families that can compute ``spec`` and, if ``arch`` is given, can be built for it. Raises UnsupportedError,
     with each family's reason, if there is none."""
-    return _able(list(_gemms().values()), spec, arch)
+    every = list(_gemms().values())
+    likely = [family for family in every if spec.grouping in family.groupings and spec.a.dtype in family.dtypes]
+    # All are asked only for the reasons of each.
+    return [family for family in likely if _reason(family, spec, arch) is None] or _able(every, spec, arch)
 
 
 def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
-    return _able(list(_others().values()), spec, arch)[0]
+    own = _other(type(spec))
+    # All are asked only for the reasons of each.
+    return own if _reason(own, spec, arch) is None else _able(list(_others().values()), spec, arch)[0]
 
 
 def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> list[KernelT]:
-    def refuses(family: Kernel) -> str | None:
-        if arch is not None and arch.name not in family.archs:
-            return f"it is built for {', '.join(family.archs)}, not for {arch.name}"
-        return family.refuses(spec)
-
-    reasons = {family: refuses(family) for family in families}
+    reasons = {family: _reason(family, spec, arch) for family in families}
     found = [family for family, reason in reasons.items() if reason is None]
     if not found:
         listed = " ".join(f"{family.name}: {reason}." for family, reason in reasons.items())
         raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
     return found
+
+
+def _reason(family: Kernel, spec: Spec, arch: ArchSpec | None) -> str | None:
+    """Why ``family`` cannot compute ``spec`` on ``arch``, as a sentence, or None if it can."""
+    if arch is not None and arch.name not in family.archs:
+        return f"it is built for {', '.join(family.archs)}, not for {arch.name}"
+    return family.refuses(spec)

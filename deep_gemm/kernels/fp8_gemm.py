@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
@@ -84,7 +83,7 @@ class Fp8Gemm(Template):
         )
         partials = 2 if config.slices <= 2 and mma_n(config) == block_n else 1
         rest, stage = _fixed_bytes(config, tma_store=True), _stage_bytes(config)
-        return replace(config, num_partials=partials, num_stages=stages_that_fit(arch, config, rest, stage))
+        return config.changed(stages_that_fit(arch, config, rest, stage), partials)
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
@@ -92,7 +91,7 @@ class Fp8Scaled(Template):
             buffers=buffers,
             num_partials=1,
         )
-        two = replace(one, num_partials=2)
+        two = one.changed(one.num_stages, 2)
         if partials is None:
             partials = 2 if two.slices <= 2 and enough_registers(two, block_n) else 1
         return _fitted(two if partials == 2 else one, "1d1d", "f32", arch)
@@ -222,9 +221,9 @@ def _fitted(
 ) -> GemmConfig:
     """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output, and
     beside ``rest`` bytes."""
-    none, one = (_config_bytes(replace(config, num_stages=x), tma_store, scaling, output) for x in (0, 1))
+    none, one = (_config_bytes(config.changed(x), tma_store, scaling, output) for x in (0, 1))
     stages = (arch.shared_per_cta - none - rest) // (one - none)
-    return replace(config, num_stages=max(0, min(config.num_stages, stages)))
+    return config.changed(max(0, min(config.num_stages, stages)))
 
 
 def _box_columns(config: GemmConfig, output: str) -> int:

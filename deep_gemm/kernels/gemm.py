@@ -255,7 +255,7 @@ class GemmFamily(Kernel):
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
-        return source.arguments(params, self.rules) + epilogues.parse(params.epilogue).arguments
+        return _arguments_of(self, params)
 
     # ---- a launch
 
@@ -307,6 +307,12 @@ def _legal_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Arch
 def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: ArchSpec) -> tuple[GemmConfig, ...]:
     make, name = family.rules.make, family.name
     return tuple([make(name, *tile, arch=arch) for tile in tiles])
+
+
+@functools.lru_cache(maxsize=64)
+def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, ...]:
+    """A first call asks for them four times."""
+    return source.arguments(params, family.rules) + epilogues.parse(params.epilogue).arguments
 
 
 @functools.cache

@@ -236,7 +236,7 @@ class HalfGemm(Template):
         """``config`` with no more stages than fit, where with its stages it takes ``total`` bytes."""
         stage = _stage_bytes(config)
         stages = stages_that_fit(arch, config, total - config.num_stages * stage, stage)
-        return config if stages == config.num_stages else replace(config, num_stages=stages)
+        return config if stages == config.num_stages else config.changed(stages)
 
 
 def sums(config: GemmConfig) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from .base import Kernel
-from .helpers import COPY_ROWS, K_GROUP_MAPS, LOGITS_SCHEDULE, TRANSPOSE_BYTES, TRANSPOSE_SCALES
-from .quantize import QUANTIZE
-from .rows import ROWS
-from .sm90_fp8_mqa_logits import PROMPT_LOGITS
-from .sm90_fp8_paged_mqa_logits import PAGED_LOGITS
-from .sm90_tf32_hc_prenorm_gemm import PRENORM
+from collections.abc import Mapping
 
-OTHERS: tuple[Kernel, ...] = (
-    *(COPY_ROWS, K_GROUP_MAPS, QUANTIZE, ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCALES),
-    *(PROMPT_LOGITS, PAGED_LOGITS, LOGITS_SCHEDULE, PRENORM),
-)
+from .. import spec
+
+OTHERS: Mapping[type, tuple[str, str, str]] = {
+    spec.CopySpec: ("copy_rows", "helpers", "COPY_ROWS"),
+    spec.KGroupMapsSpec: ("k_group_maps", "helpers", "K_GROUP_MAPS"),
+    spec.QuantizeSpec: ("quantize", "quantize", "QUANTIZE"),
+    spec.RowsSpec: ("rows", "rows", "ROWS"),
+    spec.TransposeBytesSpec: ("transpose_bytes", "helpers", "TRANSPOSE_BYTES"),
+    spec.TransposeSpec: ("transpose_scales", "helpers", "TRANSPOSE_SCALES"),
+    spec.LogitsSpec: ("sm90_fp8_mqa_logits", "sm90_fp8_mqa_logits", "PROMPT_LOGITS"),
+    spec.PagedLogitsSpec: ("sm90_fp8_paged_mqa_logits", "sm90_fp8_paged_mqa_logits", "PAGED_LOGITS"),
+    spec.LogitsScheduleSpec: ("paged_mqa_logits_metadata", "helpers", "LOGITS_SCHEDULE"),
+    spec.PrenormSpec: ("sm90_tf32_hc_prenorm_gemm", "sm90_tf32_hc_prenorm_gemm", "PRENORM"),
+}
+"""What each computes; its name, the module that has it, and what it is called there. A process imports only the modules
+whose kernels it needs: all together would take a third of a first call."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
@@ -65,7 +64,7 @@ class Swapped(Template):
             num_partials=self.num_partials,
         )
         stages = stages_that_fit(arch, config, self._fixed_bytes(config, True), self._stage_bytes(config, "1d2d"))
-        return replace(config, num_stages=stages // consumers_k * consumers_k)
+        return config.changed(stages // consumers_k * consumers_k)
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         return itertools.product(TOKENS, _CLUSTERS_K, _CONSUMERS_K, (1, 2))

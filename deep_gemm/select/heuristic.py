@@ -118,9 +118,10 @@ def order(
     if not configs:
         return []
     known, sustained = speed(spec, calibration), sustains(spec)
+    features_of = {name: kernels.gemm_family(name).features for name in {config.family for config in configs}}
 
     def key(config: GemmConfig) -> tuple[float, int]:
-        x = features(spec, config)
+        x = features_of[config.family](spec, config)
         us = parts(x, known)["total"]
         us = us if corrected is None else corrected(config, us)
         if sustained and x.element_bytes == KNOWN_BYTES:
