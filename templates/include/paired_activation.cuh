@@ -11,18 +11,6 @@ DG_DEVICE float max_or_nan(float x, float y) {
   return larger;
 }
 
-// 2^t, or 2^40 if it is more or NaN: e / (1 + e) is 1 for e = 2^40 too, and the product of two of them has a reciprocal.
-DG_DEVICE float clipped_exp2(float t) { return exp2_approximate(fminf(t, 40.0f)); }
-
-// x e / (1 + e) for x and e = 2^t, and the same for y and u. The special function unit takes 16 operands a clock, and all others 64
-// or 128. So both share one reciprocal. Small results are exact to some units in the last place too.
-DG_DEVICE void gate(float& x, float& y, float t, float u) {
-  const float e = clipped_exp2(t), f = clipped_exp2(u), a = __fadd_rn(1.0f, e), b = __fadd_rn(1.0f, f);
-  const float both = reciprocal_approximate(__fmul_rn(a, b));
-  x = __fmul_rn(x, __fmul_rn(e, __fmul_rn(both, b)));
-  y = __fmul_rn(y, __fmul_rn(f, __fmul_rn(both, a)));
-}
-
 struct Identity {
   static DG_DEVICE void apply(float&, float&) {}
 };
@@ -43,20 +31,24 @@ struct Relu2 {
   }
 };
 
-// x times the logistic function of x.
+// One reciprocal for two sums would save time, but bits of a result would then depend on the other sum, which in swapped kernels is
+// another token's.
 struct Silu {
-  static DG_DEVICE float exponent(float x) { return __fmul_rn(x, 1.44269504f); }
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, exponent(a), exponent(b)); }
+  static DG_DEVICE void apply(float& a, float& b) {
+    a = silu(a);
+    b = silu(b);
+  }
 };
 
-// 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) is x times the logistic function of 2 u.
 struct Gelu {
-  static DG_DEVICE float exponent(float x) { return __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), 0.102943240f, 2.30220819f)); }
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, exponent(a), exponent(b)); }
+  static DG_DEVICE void apply(float& a, float& b) {
+    a = gelu_tanh(a);
+    b = gelu_tanh(b);
+  }
 };
 
 // x times the normal distribution function P. P(-a) exp(a^2 / 2) is a polynomial in 1 / (1 + 0.3 a) with a relative error of at most
-// 2^-18 for a from 0 to 14.2, where P(-a) is 0 in float32. A reciprocal for two would save no time beside so many instructions.
+// 2^-18 for a from 0 to 14.2, where P(-a) is 0 in float32.
 struct GeluErf {
   static DG_DEVICE float of(float x) {
     constexpr float kP[] = {0.240573749f, -0.048643589f, 0.164761961f, 0.106706388f, 0.121274136f, -7.97288230e-5f};
