@@ -42,9 +42,7 @@ def _classes(decorate: Any) -> list[type]:
     return [Base, More, Itself, Empty]
 
 
-MADE = dict(
-    zip(("Base", "More", "Itself", "Empty"), zip(_classes(record), _classes(dataclass), strict=True), strict=True)
-)
+MADE = {ours.__name__: (ours, theirs) for ours, theirs in zip(_classes(record), _classes(dataclass), strict=True)}
 CALLS: dict[str, Callable[[Any], Any]] = {
     "repr": lambda c: repr(c(1)),
     "equal": lambda c: (c(1) == c(1), c(1) == c(2), c(1) == 1, c(1) != c(1)),
@@ -55,7 +53,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "signature": lambda c: str(inspect.signature(c)),
     "match": lambda c: c.__match_args__,
     "copy": lambda c: repr(copy.copy(c(1))),
-    "text": lambda c: c.__doc__,
     "state": lambda c: vars(c(1)),
 }
 
