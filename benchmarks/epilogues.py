@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,21 @@ def calls(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def measure(kinds: tuple[str, ...], repeats: int) -> Iterator[dict[str, Any]]:
+def build(made: dict[str, Callable[[], Any]]) -> None:
+    """Compiles the kernels of these calls side by side."""
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(call) for name, call in made.items() if not name.endswith("after")]:
+            done.result()
+
+
+def measure(kinds: tuple[str, ...], sizes: tuple[str, ...], repeats: int) -> Iterator[dict[str, Any]]:
     """A row for each size and epilogue."""
     for kind in kinds:
         for m, n, k in SIZES:
+            if sizes and f"{m}x{n}x{k}" not in sizes:
+                continue
             made = calls(kind, m, n, k)
+            build(made)
             us = timing.flush(made, repeats=repeats)
             for name in made:
                 relative = us[name] / us["plain"]
@@ -77,11 +88,18 @@ def measure(kinds: tuple[str, ...], repeats: int) -> Iterator[dict[str, Any]]:
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
 @click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, default=KINDS, help="Dtypes of operands.")
+@click.option(
+    "--size",
+    "sizes",
+    type=click.Choice(["x".join(map(str, size)) for size in SIZES]),
+    multiple=True,
+    help="M x N x K; all if there is none.",
+)
 @click.option("--repeats", default=30, help="Calls of each.")
-def main(output: Path | None, kinds: tuple[str, ...], repeats: int) -> None:
+def main(output: Path | None, kinds: tuple[str, ...], sizes: tuple[str, ...], repeats: int) -> None:
     """Time products with epilogues."""
     origin, lines = provenance.environment(), {}
-    for row in measure(kinds, repeats):
+    for row in measure(kinds, sizes, repeats):
         size = f"{row['op']:5} {row['m']}x{row['n']}x{row['k']}"
         lines.setdefault(size, []).append(f"{row['epilogue']} {row['relative']:.3f}")
         if output is not None:

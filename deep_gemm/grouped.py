@@ -319,6 +319,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     """
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
+    if recipe is not k_grouped.RECIPE:  # a warm call cannot tell 1.0 from 1
+        k_grouped.check_recipe(recipe)
     k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims)
 
 
@@ -349,6 +351,8 @@ def k_grouped_fp8_gemm_nt_padded(
     >>> (a, b), d = (deep_gemm.quantize.columns(torch.ones(256, n)) for n in (16, 32)), torch.empty(2, 16, 32)
     >>> deep_gemm.k_grouped_fp8_gemm_nt_padded(a, b, d, torch.tensor([128, 128], dtype=torch.int32))
     """
+    if recipe is not k_grouped.RECIPE:
+        k_grouped.check_recipe(recipe)
     k_grouped.padded(a, b, d, grouped_layout, c, compiled_dims, recipe)
 
 

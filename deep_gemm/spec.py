@@ -16,7 +16,7 @@ SCALE_BLOCK = 128
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
-Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "parts", "heads"]
+Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
 
@@ -70,8 +70,6 @@ class GemmSpec:
 
     Other groups are products of equal size, each with matrices A and B of its own. "batched": and with a D of its own.
     "summed": D is the sum of all products; ``k`` is then that of all of them together, each rounded up to a block of K.
-
-    "parts": the same in partial sums: blocks of K are shared out among several parts, and each has a D of its own.
 
     "heads": one product, whose columns belong to ``groups`` heads of D, which have columns more in the middle.
     """
@@ -138,21 +136,6 @@ class TransposeSpec:
 
     def __str__(self) -> str:
         return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
-
-
-@record(frozen=True)
-class SumPartsSpec:
-    """The sum of ``parts`` float32 matrices of ``rows`` x ``columns``, in order, written as ``output`` ("f32" or
-    "bf16"). ``adds``: a matrix C, as D is, is added."""
-
-    rows: int
-    columns: int
-    parts: int
-    output: Dtype = "f32"
-    adds: bool = False
-
-    def __str__(self) -> str:
-        return f"adding {self.parts} partial sums of {self.rows} x {self.columns}"
 
 
 @record(frozen=True)
@@ -330,7 +313,6 @@ Spec: TypeAlias = (
     | RowsSpec
     | GemmSpec
     | KGroupMapsSpec
-    | SumPartsSpec
     | TransposeSpec
     | TransposeBytesSpec
     | CopySpec

@@ -8,10 +8,7 @@ import torch
 from grouped_runs import launch
 from torch import Tensor
 
-from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.families import HALF_PARTS
-from deep_gemm.kernels.helpers import SUM_PARTS
 from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
@@ -87,9 +84,6 @@ def is_right(params: KernelParams, builder: Builder) -> bool:
     """Whether the kernel's results are exact, and nothing else was written, where edges of tiles are crossed."""
     try:
         for size in ((3, 200, 328, 208), (5, 40, 72, 64)):
-            if params.grouping == "parts" or params.kernel == SUM_PARTS.name:
-                parts(builder, *size)
-                continue
             run = summed if params.grouping == "summed" else fp8 if params.dtype == "e4m3" else batched
             run(params, builder, *size)
     except AssertionError:
@@ -127,26 +121,6 @@ def fp8(params: KernelParams, builder: Builder, groups: int, m: int, n: int, k: 
         launch(Batched("fp8_bmm"), {**pairs, "d": d.tensor, "compiled_dims": dims}, params.config, builder)
         d.check("d")
         assert torch.equal(d.tensor, scaled_product(values).to(torch.bfloat16))
-
-
-def parts(builder: Builder, groups: int, m: int, n: int, k: int) -> None:
-    """Partial sums, and their sum. Raises AssertionError."""
-    groups, k = groups * (40 if m > 100 else 200), align(k, 64)
-    a, b = (surrounded(integers(groups, rows, k, seed=rows)) for rows in (m, n))
-    for out, c in ((torch.float32, "d"), (torch.float32, ""), (torch.bfloat16, "c")):
-        before = integers(m, n, dtype=out, seed=2)
-        d = guarded((m, n), out, DEVICE, (n + 3, 1))
-        d.tensor.copy_(before)
-        given: dict[str, Any] = {"a": a.tensor, "b": b.tensor, "d": d.tensor}
-        if c:
-            given["c"] = d.tensor if c == "d" else before
-        operation = Summed("bf16_bmk_bnk_mn", bool(c))
-        steps = operation.work(operation.check(**given), torch.cuda.current_device()).steps
-        assert len(steps) == 2, "few bytes are added at once"
-        launch(operation, given, HALF_PARTS.configs(SM90)[0], builder)
-        d.check("d")
-        wanted = product(a.tensor, b.tensor).sum(0) + (before.double() if c else 0)
-        assert torch.equal(d.tensor, wanted.to(out))
 
 
 def summed(params: KernelParams, builder: Builder, groups: int, m: int, n: int, k: int) -> None:

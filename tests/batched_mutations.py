@@ -5,15 +5,7 @@ from __future__ import annotations
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import (
-    FP8_BATCHED,
-    FP8_BATCHED_SWAPPED,
-    FP8_HEADS,
-    HALF_BATCHED,
-    HALF_PARTS,
-    HALF_SUMMED,
-)
-from deep_gemm.kernels.helpers import SUM_PARTS
+from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_HEADS, HALF_BATCHED, HALF_SUMMED
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
@@ -27,8 +19,6 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 swapped direct": case(FP8_BATCHED_SWAPPED, 16, 1, 1, 2, store="direct"),
     "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
     "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
-    "parts": case(HALF_PARTS, 128, 128, (1, 1, 4)),
-    "sum of parts": SUM_PARTS.cases()[0],
     "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), accumulate="reduces"),
 }
 
@@ -112,34 +102,6 @@ MUTATIONS = [
         "index - group * raster->part.value",
         "index",
         ("batch", "pair", "direct", *FP8),
-    ),
-    Mutation(
-        "multiply the first part's blocks of K for every part",
-        "gemm_kernel.cuh",
-        "rank = part * kClusterK + rank_k(),",
-        "rank = rank_k(),",
-        ("parts",),
-    ),
-    Mutation(
-        "take every block of K from the first product",
-        "gemm_kernel.cuh",
-        "return arg.raster->blocks.quotient(order.step_block(step));",
-        "return 0;",
-        ("parts",),
-    ),
-    Mutation(
-        "leave out the last part",
-        "sum_parts.cuh",
-        "for (u32 first = 0; first < count; first += kAhead)",
-        "for (u32 first = 0; first + 1 < count; first += kAhead)",
-        ("sum of parts",),
-    ),
-    Mutation(
-        "add one column's part to its neighbour",
-        "sum_parts.cuh",
-        "sum[j] += each[i][j];",
-        "sum[j] += each[i][j / 2 * 2];",
-        ("sum of parts",),
     ),
     Mutation(
         "add the first product only",

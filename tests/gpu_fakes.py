@@ -32,7 +32,6 @@ from deep_gemm.spec import (
     PagedLogitsSpec,
     QuantizeSpec,
     RowsSpec,
-    SumPartsSpec,
     TransposeBytesSpec,
     TransposeSpec,
 )
@@ -47,7 +46,6 @@ KERNELS = {
     TransposeSpec: "transpose",
     TransposeBytesSpec: "transpose bytes",
     CopySpec: "copy",
-    SumPartsSpec: "sum",
     QuantizeSpec: "quantize",
     RowsSpec: "rows",
     KGroupMapsSpec: "maps",

@@ -48,8 +48,8 @@ MUTATIONS = [
              "place % kPage == 0) look_ahead(), scaling.weights.turn(place);\n    else look_ahead();",
              ("ahead", "segments", "direct"), k=34 * 128 - 16),  # the last block but one begins a page
     Mutation("publish each tile for the one after it", "store_warp.cuh",
-             "      ahead.advance();\n      hint.template publish<Gemm::kRowScales>(ahead, lane == 0);\n",
-             "      hint.template publish<Gemm::kRowScales>(ahead, lane == 0);\n      ahead.advance();\n",
+             "      ahead.advance();\n      hint.template publish<Gemm::kNeedsRow>(ahead, lane == 0);\n",
+             "      hint.template publish<Gemm::kNeedsRow>(ahead, lane == 0);\n      ahead.advance();\n",
              ("ahead", "one by one", "split")),
     # "one by one" has a single band of a single row.
     Mutation("take the second column of a group for the first", "raster.cuh", "column = first + right;",

@@ -121,8 +121,11 @@ CASES = {
         lambda x: silu_and_mul(x, True, 7.0),
         {"interleaved": True, "limit": 7.0},
     ),
-    "silu and mul with a limit": Case(
-        "silu_and_mul", {"x": "wide"}, lambda x: silu_and_mul(x, limit=0.5), {"limit": 0.5}
+    "silu and mul, limit and factors": Case(
+        "silu_and_mul",
+        {"x": "wide", "factors": "factors"},
+        lambda x: silu_and_mul(x, limit=0.5),
+        {"limit": 0.5},
     ),
     "rms norm": Case("rms_norm", _NORM, rms_norm, _EPS),
     "rms norm of a sum": Case("rms_norm", _NORM | _SUM, rms_norm, _EPS),
@@ -136,7 +139,7 @@ CASES = {
 def bits(x: Tensor) -> Tensor:
     """The bits of a tensor, of which all NaN count as one."""
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
-    nan = torch.full((), 255 if kind == torch.uint8 else -1, dtype=kind)
+    nan = torch.full((), 255 if kind == torch.uint8 else -1, dtype=kind, device=x.device)
     return torch.where(x.float().isnan(), nan, x.contiguous().view(kind))
 
 
@@ -144,7 +147,7 @@ def same(found: Any, expected: Any) -> bool:
     """Whether tensors, or pairs of them, have the same bits."""
     if isinstance(found, tuple):
         return all(same(mine, other) for mine, other in zip(found, expected, strict=True))
-    return torch.equal(bits(found.cpu()), bits(expected.cpu()))
+    return torch.equal(bits(found), bits(expected))
 
 
 def assert_right(case: Case, found: Any, inputs: Inputs) -> None:

@@ -31,6 +31,7 @@ class RowsRun:
     columns: int
     output: Dtype = "bf16"
     aligned: bool = True
+    dtype: Dtype = "bf16"
 
     @property
     def spec(self) -> RowsSpec:
@@ -42,7 +43,7 @@ class RowsRun:
             case.function,
             self.rows,
             self.columns,
-            "bf16",
+            self.dtype,
             self.output,
             function.forms[int(is_second)],
             tuple(name for name in function.optional if name in case.inputs),
@@ -58,7 +59,7 @@ class RowsRun:
     def is_right(self, function: Function, launches: int = 1) -> bool:
         """Whether the result is right, and that of each launch the same. Later ones are dependent launches."""
         case, found = CASES[self.case], []
-        given = case.make(self.rows, self.columns, torch.bfloat16, DEVICE)
+        given = case.make(self.rows, self.columns, TORCH[self.dtype], DEVICE)
         for early in (False, True)[:launches]:
             inputs = {name: tensor.clone() for name, tensor in given.items()}
             shape = self.rows, self.columns

@@ -176,7 +176,11 @@ FP8_BATCHED_SWAPPED = GemmFamily(
     accumulates=("none",),
     label="any swapped ",
     tile_prefix="swapped_",
-    varied=(((64,), {"store": "direct"}), ((16, 1, 1, 2), {"store": "direct"}), ((16, 1, 1, 2), {"shape": SHAPE})),
+    varied=(
+        ((64,), {"store": "direct"}),
+        ((16, 1, 1, 2), {"store": "direct"}),
+        ((16, 1, 1, 2), {"shape": SHAPE}),
+    ),
 )
 
 FP8_HEADS = GemmFamily(
@@ -189,7 +193,10 @@ FP8_HEADS = GemmFamily(
     groupings=("heads",),
     accumulates=("none",),
     label="any ",
-    varied=(((64, 64, (1, 1), 2, 2), {"store": "direct"}), ((128, 256, (1, 1), 1, 1), {"store": "direct"})),
+    varied=(
+        ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
+        ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
+    ),
 )
 
 FP8_GROUPED = GemmFamily(
@@ -367,20 +374,8 @@ HALF_SUMMED = GemmFamily(
     varied=(((64, 64, (1, 1, 4)), {"output": "bf16"}), ((128, 128), {"accumulate": "reads", "store": "direct"})),
 )
 
-HALF_PARTS = GemmFamily(
-    name="sm90_half_parts",
-    rules=HalfGemm(groups="parts"),
-    serving=serving.HALF_PARTS,
-    dtypes=("bf16",),
-    outputs=("f32",),
-    groupings=("parts",),
-    accumulates=("none",),
-    aligned_d=True,
-)
-
 GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_PARTS),
-    *(HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

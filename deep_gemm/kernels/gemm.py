@@ -34,8 +34,8 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu+residual")
-"""The epilogues of the cases of families that have any."""
+FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu")
+"""The epilogues of the cases of families that have any; the second also has a residual, if the family takes one."""
 
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -86,6 +86,11 @@ class GemmFamily(Kernel):
         """Whether it takes all that `epilogues` has: one product does, and groups along M do."""
         return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
 
+    @property
+    def has_residuals(self) -> bool:
+        """Whether it adds a residual. Wide tiles of others have too few registers for its addresses."""
+        return self.groupings == ("none",) and self.rules.adds_residuals
+
     # ---- which specs, and which configs
 
     def refuses(self, spec: Spec) -> str | None:
@@ -113,6 +118,8 @@ class GemmFamily(Kernel):
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
         if spec.epilogue != "none" and not self.has_epilogues:
             return f"it has no epilogue, and {spec.epilogue} is asked for"
+        if not self.has_residuals and epilogues.parse(spec.epilogue).residual:
+            return "it adds no residual"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -153,6 +160,7 @@ class GemmFamily(Kernel):
             and (spec.whole_gpu or c.ctas_per_sm == 1)
             and not (spec.batch_invariant and c.cluster_k * c.consumers_k > 1)
             and alignment % c.block_m == 0
+            and (spec.epilogue == "none" or self.rules.finishes(c))
             and fits(spec, c, accumulate, scaling)
         ]
 
@@ -175,7 +183,7 @@ class GemmFamily(Kernel):
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
-        if spec.grouping in ("none", "summed", "parts", "heads"):
+        if spec.grouping in ("none", "summed", "heads"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
             return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
@@ -216,8 +224,10 @@ class GemmFamily(Kernel):
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
-        names = FINISHED if self.has_epilogues else ()
-        finished = [self.case(self.configs(SM90)[-index], epilogue=name) for index, name in enumerate(names)]
+        first, second = FINISHED
+        names = (first, second + "+residual" * self.has_residuals) if self.has_epilogues else ()
+        able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
+        finished = [self.case(able[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
 
     def default_cases(self) -> list[KernelParams]:
@@ -260,8 +270,8 @@ class GemmFamily(Kernel):
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
         three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
         many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
-        summed. With parts, the stride of "parts" is their number. With heads, the strides of "heads" are the columns of
-        a head of D on the left, in the middle and on the right. An epilogue's tensors are operands of their own."""
+        summed. With heads, the strides of "heads" are the columns of a head of D on the left, in the middle and on the
+        right. An epilogue's tensors are operands of their own."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense

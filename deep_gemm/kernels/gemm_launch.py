@@ -21,11 +21,11 @@ from .tiles import first_column, last_rows, left, segments
 def dense(
     rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
 ) -> tuple[int, dict[str, Value]]:
-    """Of one product, with columns left out too, of a batch, or of a sum of several, whole or in parts."""
-    c, size = params.gemm, BYTES[spec.a.dtype]
+    """Of one product, with columns left out too, of a batch, or of a sum of several."""
+    c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
-    products = spec.groups if spec.grouping == "batched" else strides.get("parts", (1,))[0]
+    products = spec.groups if batched else 1
     rows = last_rows(c, m) if rules.scales_have_edges else left(m, c.block_m)
     box_a, box_b = (_boxes(spec, operand, name, strides) for name, operand in (("a", spec.a), ("b", spec.b)))
     map_a, map_a_last = operand_maps(box_a, "a", m, c.block_m // c.cluster_n, rows)
@@ -50,21 +50,17 @@ def dense(
         **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
         **_scales(rules, params, spec, strides),
     }
-    sizes, steps = (n, m), (strides["d"][0],)
-    if spec.grouping in ("batched", "parts"):
-        sizes, steps = (n, m, products), strides["d"][-2::-1]
+    columns_of_d = n
     if spec.grouping == "heads":
-        of_left, mid, of_right = strides["heads"]
-        values["heads"] = [*divisor(of_left + of_right), mid, of_right]
-        sizes = (n + spec.groups * mid, m)
+        left_columns, mid, right_columns = strides["heads"]
+        values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
+        columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
+        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
             values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
-    ctas = rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms)
-    if spec.grouping == "parts" and ctas < order.rows * order.columns * products * c.cluster_size:
-        raise UnsupportedError(f"{products} parts of {m} x {n} are more tiles than {spec.num_sms} SMs run at once.")
-    return ctas, values
+    return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
 
 
 def _batch(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
@@ -72,10 +68,8 @@ def _batch(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> 
     tiles = order.rows * order.columns
     if tiles * products >= 1 << 31:
         raise UnsupportedError(f"{products} products of {spec.m} x {spec.n} are more than 2^31 tiles. Split the call.")
-    blocks = spec.k // spec.groups // config.block_k
-    if spec.grouping == "parts":
-        return [tiles * products, *divisor(tiles), *order.arguments, products, *divisor(blocks)]
-    return [tiles * products, *divisor(tiles if spec.grouping == "batched" else blocks), *order.arguments]
+    part = tiles if spec.grouping == "batched" else spec.k // spec.groups // config.block_k
+    return [tiles * products, *divisor(part), *order.arguments]
 
 
 def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
@@ -169,7 +163,7 @@ def _boxes(
     inside = (row if k_major else column) * size
     count, one, steps = ((spec.groups,), (1,), (inside, products[0] * size)) if products else ((), (), (inside,))
     promotion = l2_promotion(asked or spec, inside, size)
-    if spec.grouping in ("summed", "parts"):
+    if spec.grouping == "summed":
         k //= spec.groups
     if k_major:
         return lambda box: TensorMapSpec(dtype, (k, rows, *count), steps, (128 // size, box, *one), 128, promotion)

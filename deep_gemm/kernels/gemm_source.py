@@ -48,7 +48,6 @@ _CONSTANTS = {
     "k": "kAlongK",
     "batched": "kBatched",
     "summed": "kSummed",
-    "parts": "kParts",
     "heads": "kHeads",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
@@ -58,7 +57,6 @@ _HEADS = {
     "k": "k_grouped",
     "batched": "batched",
     "heads": "skip_head_mid",
-    "parts": "bmn_bnk_mn_gemm_impl_parts",
     "summed": "bmn_bnk_mn_gemm_impl",  # profilers of DeepGEMM's callers look for this name
 }
 """The beginnings of kernels' names, by the form of groups; that of all others is ``m_grouped``."""
@@ -69,7 +67,6 @@ _RASTERS = {
     "k": "DepthRaster",
     "batched": "BatchRaster",
     "summed": "BatchRaster",
-    "parts": "PartRaster",
 }
 """Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
@@ -186,7 +183,7 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-    if p.grouping not in ("none", "summed", "parts", "heads") and p.scaling == "1d2d":
+    if p.scaling == "1d2d" and (p.grouping == "batched" or (p.grouping in groups.WITH_TABLE and p.grouping != "k")):
         found += parameters("i64 scale_b_stride_g")
     return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
 

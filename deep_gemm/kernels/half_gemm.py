@@ -32,6 +32,9 @@ consumers have more at run time, and refuses a product with more sums."""
 _OTHER_REGISTERS = 32
 """Registers of a consumer thread besides sums and words to be stored. Measured with ptxas: with fewer it spills."""
 
+_EPILOGUE_REGISTERS = 81
+"""The same for swap-AB tiles with an epilogue."""
+
 _F32_ELEMENT = 6.0
 """The cost of a float32 element of D, in 16-bit elements, beyond those that staging buffers hold. Fitted to ten
 products of TN with C in place (H100): the choices are 3.8% faster than cuBLASLt, and 2.7% without."""
@@ -46,8 +49,8 @@ _K_GROUP_BUFFERS = 2
 
 class HalfGemm(Template):
     """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
-    transpose D. ``groups``: "m" and "k" for groups along M and K, "batch", "sum" and "parts" for
-    several products of equal size."""
+    transpose D. ``groups``: "m" and "k" for groups along M and K, "batch" and "sum" for several
+    products of equal size."""
 
     file = "sm90_half_gemm.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = (
@@ -74,6 +77,7 @@ class HalfGemm(Template):
 
     def __init__(self, swap_ab: bool = False, groups: str = "") -> None:
         self.swap_ab, self.groups = swap_ab, groups
+        self.adds_residuals = not swap_ab
 
     @property
     def edge_map_d(self) -> bool:  # type: ignore[override]
@@ -165,6 +169,11 @@ class HalfGemm(Template):
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
             return False
         return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
+
+    def finishes(self, config: GemmConfig) -> bool:
+        """Swap-AB tiles have more sums than others."""
+        registers = sums(config) + _EPILOGUE_REGISTERS
+        return not config.swap_ab or registers <= REGISTERS[config.num_consumers][1]
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
         config = self._with_stages(params.gemm, self._bytes(params.gemm, True, params.output), arch)

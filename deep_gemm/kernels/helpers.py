@@ -16,7 +16,6 @@ from ..spec import (
     KGroupMapsSpec,
     LogitsScheduleSpec,
     Spec,
-    SumPartsSpec,
     TransposeBytesSpec,
     TransposeSpec,
     align,
@@ -122,23 +121,6 @@ def _transpose_scales(config: TileConfig, spec: TransposeSpec, strides: Strides)
     }
 
 
-def _sum_parts(config: TileConfig, spec: SumPartsSpec, strides: Strides) -> tuple[Grid, Mapping[str, Value]]:
-    """Operands: parts (parts, rows, columns), d (rows, columns), and c, which is d if nothing is added."""
-    part, row, _ = strides["parts"]
-    threads = spec.rows * ceil_div(spec.columns, 4)
-    return (ceil_div(threads, config.num_threads), 1, 1), {
-        "rows": spec.rows,
-        "columns": spec.columns,
-        "count": spec.parts,
-        "stride_part": part,
-        "stride_row": row,
-        "c_stride": strides["c"][0],
-        "d_stride": strides["d"][0],
-        "adds": int(spec.adds),
-        "wide": int(spec.output == "f32"),
-    }
-
-
 _LEAST_K = 16
 """K of the maps that are copied before their K is replaced."""
 
@@ -207,20 +189,6 @@ TRANSPOSE_SCALES = Helper(
 )
 """Transposes scales into the layout that TMA loads: MN-major, columns padded to 16 bytes. It moves a few kilobytes, and
 takes only the time of its launch."""
-
-SUM_PARTS = Helper(
-    name="sum_parts",
-    spec=SumPartsSpec,
-    what="it adds partial sums",
-    config=TileConfig("sum_parts", tile_rows=1, tile_columns=1024, num_threads=256),
-    given=parameters(
-        "const float* parts, const u8* c, u8* d, u32 rows, u32 columns, u32 count, i64 stride_part, i64 stride_row, "
-        "i64 c_stride, i64 d_stride, u32 adds, u32 wide"
-    ),
-    launched=_sum_parts,
-    constant_names=("num_threads",),
-)
-"""Adds the parts of a sum of products. They are in L2, and it takes little more than its launch."""
 
 K_GROUP_MAPS = Helper(
     name="k_group_maps",

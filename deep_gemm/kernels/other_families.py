@@ -11,7 +11,6 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.KGroupMapsSpec: ("k_group_maps", "helpers", "K_GROUP_MAPS"),
     spec.QuantizeSpec: ("quantize", "quantize", "QUANTIZE"),
     spec.RowsSpec: ("rows", "rows", "ROWS"),
-    spec.SumPartsSpec: ("sum_parts", "helpers", "SUM_PARTS"),
     spec.TransposeBytesSpec: ("transpose_bytes", "helpers", "TRANSPOSE_BYTES"),
     spec.TransposeSpec: ("transpose_scales", "helpers", "TRANSPOSE_SCALES"),
     spec.LogitsSpec: ("sm90_fp8_mqa_logits", "sm90_fp8_mqa_logits", "PROMPT_LOGITS"),

@@ -178,7 +178,7 @@ class Quantize(Kernel):
             *(QuantizeSpec(8192, 8192, "bf16", plain, "none") for plain in BLOCKS),
             *(QuantizeSpec(8192, 8192, "bf16", "none", transposed) for transposed in BLOCKS[1:]),
             *(QuantizeSpec(8192, 8192, "bf16", "row", "column", gated) for gated in (False, True)),
-            QuantizeSpec(8192, 8192, "bf16", "row", "tile"),
+            *(QuantizeSpec(8192, 8192, "bf16", "row", "tile", gated) for gated in (False, True)),
             *(QuantizeSpec(8192, 8192, dtype, "tile", "tile") for dtype in DTYPES if dtype != "f16"),
             *(QuantizeSpec(8192, 8192, dtype, "row", "none") for dtype in DTYPES[1:]),
             *(QuantizeSpec(8192, 8192, "bf16", "row", "none", True, source_rows=rows) for rows in (None, 1)),

@@ -237,9 +237,6 @@ HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM). D is small and K, that of all products together, is long."""
 
-HALF_PARTS: tuple[tuple[int, int, tuple[int, int, int], int], ...] = ((128, 128, (1, 1, 4), 1),)
-"""(block_m, block_n, cluster, CTAs per SM). Large tiles read A and B the fewest times, and clusters leave few parts."""
-
 HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
 the best of all, but for one shape (8%)."""

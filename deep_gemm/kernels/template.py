@@ -46,6 +46,9 @@ class Template(ABC):
     edge_map_d: ClassVar[bool] = False
     """Whether there is a second map of D, for the last rows of a tile."""
 
+    adds_residuals: bool = True
+    """Whether an epilogue may add a residual."""
+
     @abstractmethod
     def make(self, family: str, *tile: object, arch: ArchSpec) -> GemmConfig:
         """A config with as many stages as fit. ``tile`` is a row of a serving set."""
@@ -60,6 +63,10 @@ class Template(ABC):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Whether the legal config ``config`` can run ``spec``. Only what this template adds to `GemmFamily.fits`."""
+        return True
+
+    def finishes(self, config: GemmConfig) -> bool:
+        """Whether consumers have registers for an epilogue."""
         return True
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:

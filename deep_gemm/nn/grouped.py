@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import grouped
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
+from deep_gemm.nn.casts import WeightGradient
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import FP8Weights, Mode, Recast
+from deep_gemm.nn.weights import FP8Weights, Mode, Recast, check_word
 from deep_gemm.quantize import Quantized, rows
 from deep_gemm.tensors import kind_of
 
@@ -27,16 +28,17 @@ def product(a: Quantized, b: Quantized, labels: Tensor, dtype: torch.dtype = tor
 
 
 def weight_gradient(
-    a: Quantized, b: Quantized, sizes: Tensor, dtype: torch.dtype, main: Tensor | None
+    a: Quantized, b: Quantized, sizes: Tensor, dtype: torch.dtype, main: Tensor | None, wgrad: str
 ) -> Tensor | None:
     """For each group the product of its columns of a (M, rows) and of b (N, rows): (groups, M, N), added to ``main`` if
     it is a tensor."""
+    recipe = casts.RECIPES[wgrad]
     if main is not None:
-        grouped.k_grouped_fp8_gemm_nt_padded(a, b, main, sizes, c=main)
+        grouped.k_grouped_fp8_gemm_nt_padded(a, b, main, sizes, c=main, recipe=recipe)
         return None
     out = dtype if dtype in (torch.float32, torch.bfloat16) else torch.float32
     d = torch.empty(sizes.shape[0], a[0].shape[0], b[0].shape[0], dtype=out, device=a[0].device)
-    grouped.k_grouped_fp8_gemm_nt_padded(a, b, d, sizes)
+    grouped.k_grouped_fp8_gemm_nt_padded(a, b, d, sizes, recipe=recipe)
     return d.to(dtype)
 
 
@@ -55,10 +57,11 @@ class GroupedProduct(torch.autograd.Function):
         labels: Tensor,
         sizes: Tensor,
         main: Any,
+        wgrad: str,
     ) -> Tensor:
-        plain, columns = casts.tokens(x, "column")
+        plain, columns = casts.tokens(x, casts.BLOCKS[wgrad])
         ctx.save_for_backward(*columns, turned, turned_scales, labels, sizes)
-        ctx.main, ctx.dtypes = main, (x.dtype, weight.dtype)
+        ctx.main, ctx.wgrad, ctx.dtypes = main, wgrad, (x.dtype, weight.dtype)
         return product(plain, (values, scales), labels, x.dtype)
 
     @staticmethod
@@ -67,8 +70,8 @@ class GroupedProduct(torch.autograd.Function):
         x, sfx, w, sfw, labels, sizes = ctx.saved_tensors
         plain, columns = casts.gradients(dy)
         dx = product(plain, (w, sfw), labels, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[1], ctx.main)
-        return dx, dw, *(None,) * 7
+        dw = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[1], ctx.main, ctx.wgrad)
+        return dx, dw, *(None,) * 8
 
 
 class FP8GroupedLinear(FP8Weights):
@@ -77,8 +80,8 @@ class FP8GroupedLinear(FP8Weights):
     Args:
         num_groups: the number of groups.
         in_features, out_features: sizes, multiples of 16.
-        mode, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`. ``weight`` is (groups, out, in),
-            ``weight_scale_inv`` (groups, ceil(out / 128), ceil(in / 128)). A cast takes one launch a group.
+        mode, weight_gradient, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`. ``weight`` is (groups,
+            out, in), ``weight_scale_inv`` (groups, ceil(out / 128), ceil(in / 128)). A cast takes one launch a group.
 
     Raises InvalidInputError, which names the argument.
 
@@ -95,15 +98,17 @@ class FP8GroupedLinear(FP8Weights):
         out_features: int,
         *,
         mode: Mode = "training",
+        weight_gradient: WeightGradient = "1x128",
         recast: Recast = "always",
         fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_word("weight_gradient", weight_gradient, WeightGradient)
         shape = num_groups, out_features, in_features
         dtype = dtype or torch.get_default_dtype()
         super().__init__(shape, mode, recast, fuse_wgrad_accumulation, device, dtype)
-        self.num_groups = num_groups
+        self.num_groups, self.weight_gradient = num_groups, weight_gradient
         if mode == "training":
             self.reset_parameters()
 
@@ -122,7 +127,8 @@ class FP8GroupedLinear(FP8Weights):
         if self.takes_gradient():
             plain, turned = self.both()
             places = routing.labels, routing.sizes
-            return GroupedProduct.apply(x, self.weight, *plain, *turned, *places, self.main_grad())
+            how = self.main_grad(), self.weight_gradient
+            return GroupedProduct.apply(x, self.weight, *plain, *turned, *places, *how)
         if torch.is_grad_enabled() and x.requires_grad:
             raise InvalidInputError(
                 "x requires grad, and the weights of this layer take none: gradients end here. Call the layer under "

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
+from deep_gemm.nn.casts import WeightGradient
 from deep_gemm.nn.grouped import FP8GroupedLinear, product, weight_gradient
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import Mode, Recast
@@ -34,15 +35,16 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        rows, tokens, labels, sizes, main_gate_up, main_down, *cast = rest
+        rows, tokens, labels, sizes, main_gate_up, main_down, wgrad, *cast = rest
         routing = Routing(rows, tokens, labels, sizes)
-        x_rows, x_columns = casts.tokens(routing.spread(x), "column")
+        blocks = casts.BLOCKS[wgrad]
+        x_rows, x_columns = casts.tokens(routing.spread(x), blocks)
         hidden = product(x_rows, (cast[0], cast[1]), labels)
-        h_rows, h_columns = casts.tokens(hidden, "column", gated=True)
+        h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
         out = product(h_rows, (cast[4], cast[5]), labels)
         turned = *cast[2:4], *cast[6:8]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
-        ctx.mains, ctx.dtypes = (main_gate_up, main_down), (gate_up.dtype, down.dtype)
+        ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
 
     @staticmethod
@@ -58,12 +60,12 @@ class Experts(torch.autograd.Function):
 
         rows, columns = casts.gradients(d_out)
         d_hidden = swiglu_backward(hidden, product(rows, (down, sf_down), labels))
-        d_down = weight_gradient(columns, (h, sfh), sizes, ctx.dtypes[1], ctx.mains[1])
+        d_down = weight_gradient(columns, (h, sfh), sizes, ctx.dtypes[1], ctx.mains[1], ctx.wgrad)
 
         rows, columns = casts.gradients(d_hidden)
         dx = routing.choices(product(rows, (gate_up, sf_gate_up), labels)).sum(1)
-        d_gate_up = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[0], ctx.mains[0])
-        return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 14
+        d_gate_up = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[0], ctx.mains[0], ctx.wgrad)
+        return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 15
 
 
 class MoE(nn.Module):
@@ -74,7 +76,8 @@ class MoE(nn.Module):
         hidden: the size inside an expert, a multiple of 16.
         experts: the number of experts.
         top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
-        mode, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the router's weight is float32.
+        mode, weight_gradient, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the weight of the router
+            is float32.
 
     ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
     How many tokens an expert gets stays on the device: the layer never waits for the GPU.
@@ -94,6 +97,7 @@ class MoE(nn.Module):
         top_k: int,
         *,
         mode: Mode = "training",
+        weight_gradient: WeightGradient = "1x128",
         recast: Recast = "always",
         fuse_wgrad_accumulation: bool = False,
         device: Any = None,
@@ -103,7 +107,7 @@ class MoE(nn.Module):
             raise InvalidInputError(f"top_k must be from 1 to {experts}, the number of experts, but it is {top_k}.")
         super().__init__()
         options: dict[str, Any] = {"mode": mode, "recast": recast, "device": device, "dtype": dtype}
-        options["fuse_wgrad_accumulation"] = fuse_wgrad_accumulation
+        options |= {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "weight_gradient": weight_gradient}
         self.width, self.top_k = width, top_k
         self.router = nn.Linear(width, experts, bias=False, device=device, dtype=torch.float32)
         self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
@@ -131,9 +135,9 @@ class MoE(nn.Module):
 
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
-        mains = self.gate_up.main_grad(), self.down.main_grad()
+        how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
         cast = [tensor for layer in (self.gate_up, self.down) for pair in layer.both() for tensor in pair]
-        y: Tensor = Experts.apply(x, weights, self.gate_up.weight, self.down.weight, *places, *mains, *cast)
+        y: Tensor = Experts.apply(x, weights, self.gate_up.weight, self.down.weight, *places, *how, *cast)
         return y
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, half_gemm_reference
-from deep_gemm.runtime.calls import Parameter, Step, Work, byte_range, entry
+from deep_gemm.runtime.calls import Parameter, byte_range, entry
 
-from .. import options
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.gemm_features import PACKING
-from ..spec import SCALE_BLOCK, Major, SumPartsSpec, align, ceil_div
+from ..spec import SCALE_BLOCK, Major, ceil_div
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import batched_by_cublaslt, summed_by_cublaslt
 from .gemm import C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
-from .table import BMM_BF16, BMM_FP8, BMM_FP16, DTYPES, PARTS_BF16, PRODUCTS, SUM_BF16, TORCH, spec
+from .table import BMM_BF16, BMM_FP8, BMM_FP16, DTYPES, PRODUCTS, SUM_BF16, TORCH
 
 PLAIN, BHR, BHD, SUM = "bmk,bnk->bmn", "bhr,hdr->bhd", "bhd,hdr->bhr", "bmk,bnk->mn"
 """What is multiplied, as einsum writes it."""
@@ -152,27 +150,6 @@ class Summed(Gemm):
         """Operands are read as they are."""
         return place_operands(found, x)
 
-    def work(self, x: GemmOperands, device: int) -> Work:
-        """One launch, or one for partial sums and one that adds them, where few tiles would leave most SMs idle."""
-        parts = parts_of(x, options.num_sms_for(device))
-        if parts < 2:
-            return super().work(x, device)
-        found = Preparation({"a": "a", "b": "b", "d": "parts of d"})
-        self.place(found, x)
-        row = align(x.n, TMA_BYTES // 4)
-        found.strides |= {"d": (x.m * row, row, 1), "parts": (parts,)}
-        num_sms, whole = options.num_sms_for(device), options.whole_gpu(device)
-        asked = spec(x.m, x.n, x.k, num_sms, PARTS_BF16, whole, groups=x.groups, aligned=True)
-        adds = x.accumulate != "none"
-        total = SumPartsSpec(x.m, x.n, parts, DTYPES[x.tensors["d"].dtype], adds)
-        c = "c" if adds else "d"
-        strides = {"parts": found.strides["d"], "c": x.tensors[c].stride(), "d": x.tensors["d"].stride()}
-        steps = (
-            Step(asked, found.strides, found.operands),
-            Step(total, strides, {"parts": "parts of d", "c": c, "d": "d"}),
-        )
-        return Work(steps, {"parts of d": ((parts, x.m, row), torch.float32)})
-
     def reference(self, x: GemmOperands) -> None:
         """The product of all of K in one matrix."""
         a, b = (x.tensors[name].transpose(0, 1).flatten(1) for name in ("a", "b"))
@@ -181,23 +158,6 @@ class Summed(Gemm):
     def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""
         return f"{x.m}x{x.n}x{x.k} in {x.groups} products"
-
-
-PART_TILE, PART_CLUSTER = 128, 4
-"""Rows and columns of a tile of partial sums, and the CTAs that share it."""
-
-LEAST_BYTES = 8_000_000
-"""Bytes of A and B from which partial sums are worth a second launch. A guess: not measured."""
-
-
-def parts_of(x: GemmOperands, num_sms: int) -> int:
-    """The number of partial sums in which all SMs work; 1 where the sum is better computed at once, or must have one
-    order whatever M is."""
-    tiles = ceil_div(x.m, PART_TILE) * ceil_div(x.n, PART_TILE)
-    if options.get_batch_invariant() or x.compiled_dims or 2 * (x.m + x.n) * x.k < LEAST_BYTES:
-        return 1
-    clusters = int(num_sms * PACKING[PART_CLUSTER]) // PART_CLUSTER
-    return min(clusters // tiles, x.k // BLOCK_K // (4 * PART_CLUSTER))
 
 
 def _view(name: str, x: Tensor, form: str) -> Tensor:

@@ -81,9 +81,6 @@ SKIP_HEAD_MID = "fp8_gemm_nt_skip_head_mid"
 SUM_BF16 = "bf16_bmk_bnk_mn"
 """The sum of a batch of products."""
 
-PARTS_BF16 = "bf16_bmk_bnk_mn_parts"
-"""The same in partial sums, which another kernel adds."""
-
 _FORMS = ("nt", "nn", "tn", "tt")
 _TRANSPOSES = ("transpose_scales", "transpose_bytes")
 
@@ -118,9 +115,8 @@ PRODUCTS: dict[str, Product] = {
     ABSORBED: Product("bf16", ("bf16", "f32"), majors=("k", "mn"), grouping="batched"),
     SKIP_HEAD_MID: Product("e4m3", ("bf16",), BLOCKS, grouping="heads", helpers=_TRANSPOSES),
     SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
-    PARTS_BF16: Product("bf16", ("f32",), grouping="parts", helpers=("sum_parts",)),
 }
-NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed", "parts", "heads"))
+NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed", "heads"))
 """Operations that layers can run."""
 
 M_GROUPED = tuple(name for name in NAMES if PRODUCTS[name].grouping not in ("none", "batched"))

@@ -34,7 +34,7 @@ struct EpilogueOf {
   enum : bool { kNeedsRow = kRowFactor || kResidual };  // whether consumers must know the row of their tile
 
   // Both functions for sums whose rows are D's. `sum` are this thread's sums of kCount columns in row `row` and in the row eight
-  // below. `at(i)` is the column of D of the i-th of these columns. Rows from `end` on are not read.
+  // below. `at(i)` is the column of D of the i-th of these columns. Rows from `end` on are not read. `group` is the tile's, or empty.
   template <u32 kCount, class Kernel>
   static DG_DEVICE void scale(const Kernel& kernel, float* sum, u32 row, u32 end) {
     const float low = factor(kernel, row, end), high = factor(kernel, row + 8, end);
@@ -43,8 +43,8 @@ struct EpilogueOf {
   }
 
   // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
-  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class At>
-  static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, u32 group, u32 lane, const At& at) {
+  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class Group, class At>
+  static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, Group group, u32 lane, const At& at) {
     float bias = 0.0f;  // each lane has that of another column
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
@@ -74,14 +74,17 @@ struct EpilogueOf {
     }
   }
 
-  // Both for sums whose columns are D's rows, in chunks of eight. `sum` are this thread's sums of kTokens rows of D, from `token` on
-  // with its own two of each chunk, in column `weight` and in the column eight further. Only chunks that are `wanted` are finished.
+  // Both for sums whose columns are D's rows, in chunks of eight. `sum` are this thread's sums of kTokens rows of D, from `row` on, in
+  // column `weight` and in the column eight further; it has two rows of each chunk. Only chunks that are `wanted` are finished.
   template <u32 kTokens, class Kernel, class Wanted>
-  static DG_DEVICE void scale_swapped(const Kernel& kernel, float* sum, u32 token, u32 end, const Wanted& wanted) {
+  static DG_DEVICE void scale_swapped(const Kernel& kernel, float* sum, u32 row, u32 end, u32 lane, const Wanted& wanted) {
+    float each = 0.0f;  // each lane has the factor of another row
 #pragma unroll
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (chunk % 4 == 0) each = factor(kernel, row + chunk * 8 + lane, end);
+      const u32 from = chunk % 4 * 8 + lane % 4 * 2;
+      const float even = __shfl_sync(0xffffffffu, each, from), odd = __shfl_sync(0xffffffffu, each, from + 1);
       if (wanted(chunk)) {
-        const float even = factor(kernel, token + chunk * 8, end), odd = factor(kernel, token + chunk * 8 + 1, end);
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) sum[chunk * 4 + i] = __fmul_rn(sum[chunk * 4 + i], i & 1 ? odd : even);
       }
@@ -89,14 +92,17 @@ struct EpilogueOf {
   }
 
   template <u32 kTokens, class Kernel, class Wanted>
-  static DG_DEVICE void finish_swapped(const Kernel& kernel, float* sum, u32 token, u32 weight, u32 end, const Wanted& wanted) {
+  static DG_DEVICE void finish_swapped(const Kernel& kernel, float* sum, u32 row, u32 weight, u32 end, u32 lane,
+                                       const Wanted& wanted) {
     float low = 0.0f, high = 0.0f;
     if constexpr (kHasBias) {
-      low = bias_of(kernel, weight, 0);
-      high = bias_of(kernel, weight + 8, 0);
+      low = bias_of(kernel, weight, Index<0>());
+      high = bias_of(kernel, weight + 8, Index<0>());
     }
+    const bool left = kResidual && weight < kernel.n(), right = kResidual && weight + 8 < kernel.n();
 #pragma unroll
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (kTokens > 64) __syncwarp();  // ptxas would mix the chunks, and run out of registers
       if (wanted(chunk)) {
         float* v = sum + chunk * 4;
         if constexpr (kHasBias) {
@@ -109,9 +115,11 @@ struct EpilogueOf {
         Activation::apply(v[2], v[3]);
         if constexpr (kResidual) {
 #pragma unroll
-          for (u32 i = 0; i < 4; ++i) {
-            const u32 y = token + chunk * 8 + i % 2, x = weight + i / 2 * 8;
-            if (y < end && x < kernel.n()) v[i] = __fadd_rn(v[i], Out::load(kernel.arg.residual, y * kernel.arg.residual_stride + x));
+          for (u32 i = 0; i < 2; ++i) {
+            const u32 y = opaque(row) + chunk * 8 + lane % 4 * 2 + i;  // addresses take no registers between tokens
+            const i64 at = y * kernel.arg.residual_stride + weight;
+            v[i] = __fadd_rn(v[i], Out::load_if(y < end && left, kernel.arg.residual, at));
+            v[i + 2] = __fadd_rn(v[i + 2], Out::load_if(y < end && right, kernel.arg.residual, at + 8));
           }
         }
       }
@@ -122,15 +130,19 @@ struct EpilogueOf {
   template <class Kernel>
   static DG_DEVICE float factor(const Kernel& kernel, u32 row, u32 end) {
     float found = 1.0f;
-    if constexpr (kRowFactor) found = row < end ? load_float(kernel.arg.row_factor + row * kernel.arg.row_factor_stride) : 0.0f;
+    if constexpr (kRowFactor)
+      found = row < end ? load_float(kernel.arg.row_factor + opaque(row) * kernel.arg.row_factor_stride) : 0.0f;
     if constexpr (kAlpha) found = __fmul_rn(found, kernel.arg.alpha);
     return found;
   }
 
   template <class Kernel>
-  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, u32 group) {
-    if (column >= kernel.n()) return 0.0f;
-    return Output<kBias>::load(kernel.arg.bias, group * kernel.arg.bias_stride_g + column);
+  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, Index<0>) {
+    return column < kernel.n() ? Output<kBias>::load(kernel.arg.bias, column) : 0.0f;
+  }
+  template <class Kernel>
+  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, u32 group) {  // the row's address takes no registers between calls
+    return column < kernel.n() ? Output<kBias>::load(kernel.arg.bias, opaque(group) * kernel.arg.bias_stride_g + column) : 0.0f;
   }
 
   // Of two neighbours in a row. Rows of the residual begin at multiples of 16 bytes where those of D do.

@@ -326,13 +326,16 @@ struct Fp8Gemm {
 
   // Segments of columns, and the parts that are finished at once, begin at multiples of it.
   enum : u32 { kRun = kBlockN % 32 == 0 && Mma::kN % 32 == 0 && kColumns % 32 == 0 ? 32 : 16 };
-  // Applies the epilogue to final sums of kCount columns of the tile, from `first` on, and of 64 rows of D from `row` on.
+  // Applies the epilogue to final sums of kCount columns of the tile, from `first` on, and of 64 rows of D from `row` on. The branch
+  // around it is for ptxas, which would otherwise move most of an activation above the product that has just been issued. The tensor
+  // cores would wait for it, and sums would spill.
   template <u32 kCount>
   DG_DEVICE void complete(float* sum, u32 row, u32 first, const Columns& columns, u32 thread) const {
     const u32 lane = thread % 32, own = row + thread / 32 * 16 + lane / 4;
+    if (columns.at(first) >= n()) return;
     if constexpr (Final::kScales) Final::template scale<kCount>(*this, sum, own, m());
     if constexpr (Final::kFinishes)
-      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), 0, lane, [&](u32 i) { return columns.at(first + i); });
+      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), Index<0>(), lane, [&](u32 i) { return columns.at(first + i); });
   }
 
   // Stores all that a consumer has to store of a tile; `stage` does the same for one unit.

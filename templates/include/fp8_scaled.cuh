@@ -259,7 +259,7 @@ struct Fp8Scaled {
       if constexpr (Final::kScales) Final::template scale<kBoxColumns>(kernel, sum, y, end);
       if constexpr (Tile::kAccumulate == kReads) add_c(sum, y, x, matrix);
       if constexpr (Final::kFinishes)
-        Final::template finish<kBoxColumns, Tile::kTmaStore, min_of(kBoxColumns, 32)>(kernel, sum, y, end, group_of(matrix), at.lane,
+        Final::template finish<kBoxColumns, Tile::kTmaStore, min_of(kBoxColumns, 32)>(kernel, sum, y, end, matrix, at.lane,
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
@@ -308,9 +308,6 @@ struct Fp8Scaled {
       return {};
     }
   }
-
-  static DG_DEVICE u32 group_of(u32 matrix) { return matrix; }
-  static DG_DEVICE u32 group_of(Index<0>) { return 0; }
 
   // Adds C to final sums. Rows of C begin at multiples of 16 bytes where those of D do.
   DG_DEVICE void add_c(float* sum, u32 row, u32 column, Matrix matrix) const {

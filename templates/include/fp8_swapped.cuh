@@ -168,10 +168,9 @@ struct Fp8Swapped {
       const auto wanted = [&](u32 chunk) {
         return (kSplits == 1 || chunk / Exchange::kOwned == split) && chunk < active;
       };
-      const u32 own = row + lane % 4 * 2;
-      if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(*this, sum[0], own, m(), wanted);
+      if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(*this, sum[0], row, m(), lane, wanted);
       if constexpr (Final::kFinishes)
-        Final::template finish_swapped<kBlockM>(*this, sum[0], own, column + warp * 16 + lane / 4, m(), wanted);
+        Final::template finish_swapped<kBlockM>(*this, sum[0], row, column + warp * 16 + lane / 4, m(), lane, wanted);
       if constexpr (kTmaStore) {
         __syncwarp();  // the warp has copied the previous tile
         Store::stage(staging, sum, warp, lane, wanted);

@@ -28,7 +28,7 @@ struct NoScales {
 // The scheduler of a kernel with groups, or without.
 template <class Tile, class Table, bool kGrouped = has_table(Tile::kGrouping)>
 struct SchedulerOf {
-  using Type = TileScheduler<Tile::kBlockM, Tile::kBlockN, Tile::kClusterM, Tile::kClusterN, Tile::kClusterK, Tile::kGrouping == kBatched || Tile::kGrouping == kParts>;
+  using Type = TileScheduler<Tile::kBlockM, Tile::kBlockN, Tile::kClusterM, Tile::kClusterN, Tile::kClusterK, Tile::kGrouping == kBatched>;
 };
 template <class Tile, class Table>
 struct SchedulerOf<Tile, Table, true> {
@@ -53,8 +53,8 @@ struct GemmKernel {
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   // Whether each product has a matrix D, and whether tensor maps of A and B have a third dimension, the product.
   enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = Layout::kGrouping == ::kSummed };
-  enum : bool { kHeads = Layout::kGrouping == ::kHeads, kParts = Layout::kGrouping == ::kParts };
-  enum : bool { kManyD = kByDepth || kBatched || kParts, kManyAB = kBatched || kSummed || kParts };
+  enum : bool { kHeads = Layout::kGrouping == ::kHeads };
+  enum : bool { kManyD = kByDepth || kBatched, kManyAB = kBatched || kSummed };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
 
   enum : u32 { kNowhere = 1 << 20 };  // a block of K outside of all operands
@@ -84,9 +84,7 @@ struct GemmKernel {
     }
   }
   DG_DEVICE const auto* raster() const {
-    if constexpr (kParts) {
-      return &arg.raster->batch;
-    } else if constexpr (kSummed) {
+    if constexpr (kSummed) {
       return &arg.raster->tiles;
     } else {
       return arg.raster;
@@ -164,9 +162,6 @@ struct GemmKernel {
       return (tile.depth > 0 ? step : kNowhere) * kBlockK;  // each group's K begins at 0; without any, zeros are loaded
     } else if constexpr (kByDepth) {
       return tile.first_k + step * kBlockK;
-    } else if constexpr (kParts) {
-      const u32 block = order.step_block(step);
-      return (block - arg.raster->blocks.quotient(block) * arg.raster->blocks.value) * kBlockK;
     } else if constexpr (kSummed) {
       const u32 block = order.step_block(step);
       return (block - arg.raster->part.quotient(block) * arg.raster->part.value) * kBlockK;
@@ -176,9 +171,7 @@ struct GemmKernel {
   }
   // The product whose A and B a step's blocks belong to.
   DG_DEVICE u32 product(const Scheduler& tile, const Order& order, u32 step) const {
-    if constexpr (kParts) {
-      return arg.raster->blocks.quotient(order.step_block(step));
-    } else if constexpr (kSummed) {
+    if constexpr (kSummed) {
       return arg.raster->part.quotient(order.step_block(step));
     } else {
       return matrix(tile);
@@ -192,16 +185,7 @@ struct GemmKernel {
     }
   }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE Order order(u32 turn = 0) const {
-    if constexpr (kParts) {
-      const u32 part = arg.raster->batch.part.quotient(blockIdx.x / kClusterK), all = arg.raster->parts * kClusterK;
-      const u32 rank = part * kClusterK + rank_k(), blocks = ceil_div(k(), kBlockK);
-      const u32 begin = static_cast<u64>(blocks) * rank / all, end = static_cast<u64>(blocks) * (rank + 1) / all;
-      return Order(blocks, begin, end, turn);
-    } else {
-      return Order(ceil_div(k(), kBlockK), rank_k(), turn);
-    }
-  }
+  DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
   DG_DEVICE typename A::Source a(const Scheduler& tile) const {
     if constexpr (Layout::kMapsOfGroups) {
       return {arg.maps + tile.group * 2, arg.maps + tile.group * 2, m(), arg.last_rows};

@@ -6,11 +6,10 @@
 // How groups are given (see GemmSpec). kIndex: a label for each row, of which negative ones are padding. kPsum: the end of each
 // group's rows. kMasked: how many of a group's rows exist. kAlongK: how much of K is each group's; D has a matrix for each group.
 //
-// Other products have operands of equal size, one matrix for each. kBatched: so has D. kSummed: D is the sum of all products. kParts:
-// it is in partial sums, each a matrix of its own, which have some of the blocks of K of all products; each CTA has one tile.
+// Other products have operands of equal size, one matrix for each. kBatched: so has D. kSummed: D is the sum of all products.
 //
 // kHeads: one product, whose columns belong to heads of D, which have columns more in the middle (see HeadColumns).
-enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK, kBatched, kSummed, kHeads, kParts };
+enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK, kBatched, kSummed, kHeads };
 
 // Whether sizes of groups are on the device, and a CTA has a table of them.
 DG_DEVICE constexpr bool has_table(u32 grouping) { return grouping >= kIndex && grouping <= kAlongK; }

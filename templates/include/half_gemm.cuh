@@ -148,7 +148,7 @@ struct HalfGemm {
       };
       go_on(Index<0>(), stage);
       for (;;) {
-        complete(sum, tile.row, tile.column, kernel.end(tile), tile.group, 0, first_row, split, warp, lane);
+        complete(sum, tile.row, tile.column, kernel.end(tile), group_of(tile), 0, first_row, split, warp, lane);
         pack(words, sum, 0);
         tile.advance();
         if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
@@ -157,7 +157,8 @@ struct HalfGemm {
       }
     } else {
       for (;;) {
-        const u32 row = tile.row, column = tile.column, end = kernel.end(tile), group = tile.group;
+        const u32 row = tile.row, column = tile.column, end = kernel.end(tile);
+        const auto group = group_of(tile);
         const i64 matrix = kernel.matrix(tile);
         go_on(Index<0>(), Index<0>());
         tile.advance();
@@ -179,12 +180,13 @@ struct HalfGemm {
   }
 
   // Adds C to the final sums that this consumer stores of the tile at (row, column), and applies the epilogue.
-  DG_DEVICE void complete(Sums& sum, u32 row, u32 column, u32 end, u32 group, i64 matrix, u32 first_row, u32 split, u32 warp,
+  template <class Group>
+  DG_DEVICE void complete(Sums& sum, u32 row, u32 column, u32 end, Group group, i64 matrix, u32 first_row, u32 split, u32 warp,
                           u32 lane) const {
     if constexpr (Final::kScales) {
       each_slice(sum, split, [&](float* own, u32 slice, u32) {
         if constexpr (Layout::kSwapped) {
-          Final::template scale_swapped<kColumns>(kernel, own, row + lane % 4 * 2, end, AllChunks());
+          Final::template scale_swapped<kColumns>(kernel, own, row, end, lane, AllChunks());
         } else {
           Final::template scale<kColumns>(kernel, own, row + first_row + slice * 64 + warp * 16 + lane / 4, end);
         }
@@ -195,12 +197,21 @@ struct HalfGemm {
       each_slice(sum, split, [&](float* own, u32 slice, u32 first) {
         const u32 place = first_row + slice * 64 + warp * 16 + lane / 4;
         if constexpr (Layout::kSwapped) {
-          Final::template finish_swapped<kColumns>(kernel, own, row + lane % 4 * 2, column + place, end, AllChunks());
+          Final::template finish_swapped<kColumns>(kernel, own, row, column + place, end, lane, AllChunks());
         } else {
           Final::template finish<kColumns, Tile::kTmaStore, (kColumns % 32 == 0 ? 32 : 16)>(kernel, own, row + place, end, group, lane,
                                                             [&](u32 i) { return column + first + i; });
         }
       });
+    }
+  }
+
+  // The group of a tile's bias; empty without groups.
+  static DG_DEVICE auto group_of(const Scheduler& tile) {
+    if constexpr (Kernel::kByRows) {
+      return tile.group;
+    } else {
+      return Index<0>();
     }
   }
 

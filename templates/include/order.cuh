@@ -16,11 +16,6 @@ struct BlockOrder {
     length = ceil_div(end - begin, kConsumersK) * kConsumersK;
   }
 
-  // The blocks of K from `begin` to `end`.
-  DG_DEVICE BlockOrder(u32 blocks, u32 begin, u32 end, u32 turn) : begin(begin), end(end), blocks(blocks), turn(turn) {
-    length = ceil_div(end - begin, kConsumersK) * kConsumersK;
-  }
-
   // The CTA's `count`-th block.
   DG_DEVICE u32 step_block(u32 count) const {
     const u32 block = begin + count;

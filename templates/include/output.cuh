@@ -52,6 +52,21 @@ struct Output {
   }
 
   // The same, or zeros. There is no branch, which would take registers.
+  static DG_DEVICE float load_if(bool exist, const u8* base, i64 index) {
+    const u8* at = base + index * kBytes;
+    if constexpr (kElement == kF32) {
+      float value;
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.f32 %0, 0f00000000;\n @p ld.global.f32 %0, [%1];\n}"
+                   : "=&f"(value) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+      return value;
+    } else {
+      u16 bits;
+      asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n mov.u16 %0, 0;\n @p ld.global.u16 %0, [%1];\n}"
+                   : "=&h"(bits) : "l"(at), "r"(static_cast<u32>(exist)) : "memory");
+      return widen(bits);
+    }
+  }
+
   static DG_DEVICE void load_pair_if(bool exist, const u8* base, i64 index, float& first, float& second) {
     const u8* at = base + index * kBytes;
     if constexpr (kElement == kF32) {

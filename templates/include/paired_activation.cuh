@@ -11,12 +11,16 @@ DG_DEVICE float max_or_nan(float x, float y) {
   return larger;
 }
 
-// The special function unit is the bottleneck of most activations: it takes 16 operands a clock, and all others 64 or 128. So two
-// numbers share one reciprocal. They are between 1 and 2^20, so that their product has one.
-DG_DEVICE void reciprocals(float& a, float& b) {
-  const float both = reciprocal_approximate(__fmul_rn(a, b)), of_b = __fmul_rn(both, a);
-  a = __fmul_rn(both, b);
-  b = of_b;
+// 2^t, or 2^40 if it is more or NaN: e / (1 + e) is 1 for e = 2^40 too, and the product of two of them has a reciprocal.
+DG_DEVICE float clipped_exp2(float t) { return exp2_approximate(fminf(t, 40.0f)); }
+
+// x e / (1 + e) for x and e = 2^t, and the same for y and u. The special function unit takes 16 operands a clock, and all others 64
+// or 128. So both share one reciprocal. Small results are exact to some units in the last place too.
+DG_DEVICE void gate(float& x, float& y, float t, float u) {
+  const float e = clipped_exp2(t), f = clipped_exp2(u), a = __fadd_rn(1.0f, e), b = __fadd_rn(1.0f, f);
+  const float both = reciprocal_approximate(__fmul_rn(a, b));
+  x = __fmul_rn(x, __fmul_rn(e, __fmul_rn(both, b)));
+  y = __fmul_rn(y, __fmul_rn(f, __fmul_rn(both, a)));
 }
 
 struct Identity {
@@ -39,50 +43,32 @@ struct Relu2 {
   }
 };
 
-// exp(-|z|), and 0 if z is NaN. 2^-200 is 0 in float32.
-DG_DEVICE float falling(float z) { return exp2_approximate(fmaxf(__fmul_rn(fabsf(z), -1.44269504f), -200.0f)); }
-
-// x times the logistic function of `z`, which has the sign of x. With e = exp(-|z|), which is at most 1, that is 1 / (1 + e) or
-// e / (1 + e): both are exact to some units in the last place, however small they are.
-DG_DEVICE void gate(float& x, float& y, float z_of_x, float z_of_y) {
-  const float e = falling(z_of_x), f = falling(z_of_y);
-  float r = __fadd_rn(1.0f, e), s = __fadd_rn(1.0f, f);
-  reciprocals(r, s);
-  x = __fmul_rn(x, __fmul_rn(r, x < 0.0f ? e : 1.0f));
-  y = __fmul_rn(y, __fmul_rn(s, y < 0.0f ? f : 1.0f));
-}
-
+// x times the logistic function of x.
 struct Silu {
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, a, b); }
+  static DG_DEVICE float exponent(float x) { return __fmul_rn(x, 1.44269504f); }
+  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, exponent(a), exponent(b)); }
 };
 
 // 0.5 x (1 + tanh(u)) with u = sqrt(2 / pi) (x + 0.044715 x^3) is x times the logistic function of 2 u.
 struct Gelu {
-  static DG_DEVICE float twice_u(float x) {
-    return __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), 0.0713548162726f, 1.59576912f));
-  }
-  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, twice_u(a), twice_u(b)); }
+  static DG_DEVICE float exponent(float x) { return __fmul_rn(x, __fmaf_rn(__fmul_rn(x, x), 0.102943240f, 2.30220819f)); }
+  static DG_DEVICE void apply(float& a, float& b) { gate(a, b, exponent(a), exponent(b)); }
 };
 
 // x times the normal distribution function P. P(-a) exp(a^2 / 2) is a polynomial in 1 / (1 + 0.3 a) with a relative error of at most
-// 2^-18 for a from 0 to 14.2, where P(-a) is 0 in float32.
+// 2^-18 for a from 0 to 14.2, where P(-a) is 0 in float32. A reciprocal for two would save no time beside so many instructions.
 struct GeluErf {
-  static DG_DEVICE void apply(float& a, float& b) {
-    const float x = fminf(fabsf(a), 14.0f), y = fminf(fabsf(b), 14.0f);  // 14 for NaN
-    float t = __fmaf_rn(x, 0.3f, 1.0f), u = __fmaf_rn(y, 0.3f, 1.0f);
-    reciprocals(t, u);
-    a = __fmul_rn(a, distribution(a, x, t));
-    b = __fmul_rn(b, distribution(b, y, u));
-  }
-
- private:
-  // P(value), where `x` is its magnitude.
-  static DG_DEVICE float distribution(float value, float x, float t) {
+  static DG_DEVICE float of(float x) {
     constexpr float kP[] = {0.240573749f, -0.048643589f, 0.164761961f, 0.106706388f, 0.121274136f, -7.97288230e-5f};
+    const float t = reciprocal_approximate(__fmaf_rn(fabsf(x), 0.3f, 1.0f));
     float p = -0.0845938474f;
 #pragma unroll
     for (u32 i = 0; i < 6; ++i) p = __fmaf_rn(p, t, kP[i]);
     p = __fmul_rn(p, exp2_approximate(__fmul_rn(__fmul_rn(x, x), -0.721347520f)));
-    return value < 0.0f ? p : __fsub_rn(1.0f, p);
+    return __fmul_rn(x, x < 0.0f ? p : __fsub_rn(1.0f, p));
+  }
+  static DG_DEVICE void apply(float& a, float& b) {
+    a = of(a);
+    b = of(b);
   }
 };

@@ -54,10 +54,3 @@ struct BatchRaster {
   Divisor part;  // the tiles of a product; or for kSummed, whose products have the same tiles, its blocks of K
   Raster tiles;
 };
-
-// That of kParts: parts follow one another as products do.
-struct PartRaster {
-  BatchRaster batch;
-  u32 parts;
-  Divisor blocks;  // of K, of a product
-};

@@ -19,14 +19,13 @@ struct SwappedOutput {
   static DG_DEVICE void store(const Kernel& kernel, Sums& sum, u32 row, u32 column, u32 staging, u32 split, u32 warp, u32 lane,
                               const Wanted& wanted, u32 matrix = 0) {
     const auto& arg = kernel.arg;
-    const u32 own = row + lane % 4 * 2;
-    if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(kernel, sum[0], own, kernel.m(), wanted);
+    if constexpr (Final::kScales) Final::template scale_swapped<kBlockM>(kernel, sum[0], row, kernel.m(), lane, wanted);
     if constexpr (Tile::kAccumulate == kReads) {
       each(kernel, sum, row, column, warp, lane, wanted,
            [&](float& value, u32 y, u32 x) { value += Out::load(arg.c, y * arg.c_stride + x); });
     }
     if constexpr (Final::kFinishes)
-      Final::template finish_swapped<kBlockM>(kernel, sum[0], own, column + warp * 16 + lane / 4, kernel.m(), wanted);
+      Final::template finish_swapped<kBlockM>(kernel, sum[0], row, column + warp * 16 + lane / 4, kernel.m(), lane, wanted);
     if constexpr (Layout::kStaged) {
       __syncwarp();  // the warp has copied the previous tile
       Store::stage(staging, sum, warp, lane, wanted);

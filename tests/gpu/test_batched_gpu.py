@@ -17,13 +17,13 @@ from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.families import HALF_BATCHED, HALF_PARTS, HALF_SUMMED
+from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
 from deep_gemm.testing import guarded
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
 PLAIN, BHR, BHD, SUM = FORMS
-CASES = [*HALF_BATCHED.cases(), *HALF_PARTS.cases(), *HALF_SUMMED.cases()]
+CASES = [*HALF_BATCHED.cases(), *HALF_SUMMED.cases()]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -182,7 +182,7 @@ def test_constant_weights_are_read_early(form: str, rows: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_a_sum_of_products_is_exact(dtype: torch.dtype) -> None:
     """In place, with another c, and without."""
-    for groups, m, n, k in ((1, 64, 64, 64), (129, 128, 384, 128), (300, 320, 200, 192), (1024, 64, 64, 64)):
+    for groups, m, n, k in ((1, 64, 64, 64), (129, 128, 384, 128), (40, 320, 192, 192)):
         a, b = integers(groups, m, k), integers(groups, n, k, seed=1)
         before = integers(m, n, dtype=dtype, seed=2)
         exact = product(a, b).sum(0)

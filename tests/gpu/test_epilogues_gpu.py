@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
+from built import built, kernels_of
 from chosen import entry
-from forced import ALPHA, DTYPES, fits, force_gemm, load, mn_major, nvrtc, scaling_of
+from forced import ALPHA, DTYPES, compiled, fits, force_gemm, load, mn_major, nvrtc, scaling_of
 from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm import Epilogue
 from deep_gemm.arch import SM90
-from deep_gemm.jit import Builder
+from deep_gemm.jit import Binary, Builder
 from deep_gemm.kernels.epilogues import parse
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings, exact_product
@@ -32,10 +35,11 @@ CASES = [
     family.case(family.configs(SM90)[place], store=store, epilogue=text)
     for family in GEMMS
     if family.has_epilogues and family.groupings == ("none",)
+    for at, store in enumerate(("tma",) if family.aligned_d else ("tma", "direct"))
     for place in (0, -1)
-    for store in (("tma",) if family.aligned_d else ("tma", "direct"))
-    for text in TEXTS
+    for text in TEXTS[(at + place) % 2 :: 2]
 ]
+"""Each text with each family and store, with its first config or its last one."""
 SHAPES = [(200, 520, 656, 8), (37, 264, 128, 132), (1, 8, 16, 132)]
 ODD_SHAPES = [(100, 333, 400, 8), (1, 1, 128, 132)]
 
@@ -86,12 +90,22 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, activation: str) -> 
     assert ((found.double() - wanted.double()).abs() <= u * wanted.double().abs() + 2**-14).all()
 
 
+Binaries = dict[KernelParams, Future[Binary]]
+
+
+@pytest.fixture(scope="module")
+def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
+    builder = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
+    with compiled((params, builder, params) for params in CASES) as found:
+        yield found
+
+
 @cuda_only
 @pytest.mark.parametrize("params", CASES, ids=entry)
-def test_every_family_finishes_its_sums(params: KernelParams, tmp_path: Any) -> None:
+def test_every_family_finishes_its_sums(params: KernelParams, binaries: Binaries) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
     the epilogue's tensors is NaN."""
-    function = load(params, Builder(tmp_path, nvrtc()).build(engine.build_request(params)))
+    function = load(params, binaries[params].result())
     out, parts = DTYPES[params.output], parse(params.epilogue)
     for m, n, k, sms in SHAPES if params.store == "tma" else ODD_SHAPES:
         if params.dtype != "e4m3" and not fits(params, m, n, k, sms):
@@ -133,28 +147,39 @@ def call(kind: str, tensors: dict[str, torch.Tensor], d: torch.Tensor, c: torch.
     function((tensors["a"], tensors["sfa"]), (tensors["b"], sfb), d, c, recipe, **options)
 
 
-@pytest.mark.parametrize("added", ["", "c", "d"])
+ADDED = ("", "c", "d")
+
+
+def steps(kind: str, added: str) -> Iterator[Callable[[], tuple[torch.Tensor, torch.Tensor, str]]]:
+    """Calls for all outputs; few rows, many, and rows of D that TMA cannot store; with all activations. Each returns d,
+    what it should be, and the activation."""
+
+    def step(out: torch.dtype, m: int, n: int, k: int, activation: str) -> tuple[torch.Tensor, torch.Tensor, str]:
+        _, dtype, scaling = OPERATIONS[kind]
+        tensors, exact = product(dtype, m, n, k, scaling)
+        more, d = vectors("rows+bias:f32+residual", m, n, out), integers(m, n, seed=6).to(out)
+        c = {"": None, "c": integers(m, n, seed=7).to(out), "d": d}[added]
+        finish = Finish(activation, 0.5, **more)
+        wanted = finish(exact, (slice(None), slice(None)), None if c is None else c.clone())
+        call(kind, tensors, d, c, epilogue=Epilogue(activation=activation or None, alpha=0.5, **more))
+        return d, wanted, activation
+
+    sizes = ((1, 128, 256), (33, 1024, 1152), (300, 520, 656), (70, 257, 384))
+    for out, (at, size) in itertools.product(OUTPUTS[kind], enumerate(sizes, ADDED.index(added))):
+        yield functools.partial(step, out, *size, ("", "relu", "gelu")[at % 3])
+
+
+@pytest.mark.parametrize("added", ADDED)
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_calls_are_the_same_steps_one_by_one(kind: str, added: str) -> None:
-    """For all outputs; few rows, many, and rows of D that TMA cannot store; cold, warm and replayed."""
-    _, dtype, scaling = OPERATIONS[kind]
-    for out in OUTPUTS[kind]:
-        for m, n, k in ((1, 128, 256), (33, 1024, 1152), (300, 520, 656), (70, 257, 384)):
-            tensors, exact = product(dtype, m, n, k, scaling)
-            for activation in ("", "relu", "gelu"):
-                more = vectors("rows+bias:f32+residual", m, n, out)
-                for _ in range(3):
-                    d = integers(m, n, seed=6).to(out)
-                    c = {"": None, "c": integers(m, n, seed=7).to(out), "d": d}[added]
-                    finish = Finish(activation, 0.5, **more)
-                    wanted = finish(exact, (slice(None), slice(None)), None if c is None else c.clone())
-                    call(kind, tensors, d, c, epilogue=Epilogue(activation=activation or None, alpha=0.5, **more))
-                    assert_close(d, wanted, activation)
+    """Cold, warm and replayed."""
+    for step in steps(kind, added):
+        for _ in range(3):
+            assert_close(*step())
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_at_their_edges(name: str) -> None:
-    """Each sum is one bfloat16 value. NaN and infinity stay in their row."""
+def edges(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Sums, each of which is one bfloat16 value; and d, which has them in all columns. Many rows, and few."""
     special = torch.tensor(
         [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 88.0, -88.0, 1e-38, -1e-38], device=DEVICE
     )
@@ -164,31 +189,51 @@ def test_activations_at_their_edges(name: str) -> None:
     for m in (values.numel(), 16):
         d = torch.empty(m, 136, device=DEVICE)
         deep_gemm.bf16_gemm_nt(a[:m], b, d, epilogue=Epilogue(activation=name))
+        yield values[:m].double(), d
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_at_their_edges(name: str) -> None:
+    """NaN and infinity stay in their row."""
+    for values, d in edges(name):
         assert torch.equal(d, d[:, :1].expand_as(d).clone()) or d[:, 0].isnan().any()
-        wanted, least = ACTIVATIONS[name](values[:m].double()), 2.0**-20 if "gelu" in name else 2.0**-48
+        wanted, least = ACTIVATIONS[name](values), 2.0**-20 if "gelu" in name else 2.0**-48
         torch.testing.assert_close(d[:, 0].double(), wanted, rtol=2**-15, atol=least, equal_nan=True)
 
 
-def test_a_bias_of_nan_reaches_one_column() -> None:
+def with_a_nan() -> torch.Tensor:
     a, b = (torch.randn(rows, 256, device=DEVICE).bfloat16() for rows in (200, 256))
     bias = torch.zeros(256, device=DEVICE)
     bias[77] = float("nan")
     d = torch.empty(200, 256, device=DEVICE, dtype=BF16)
     deep_gemm.bf16_gemm_nt(a, b, d, epilogue=Epilogue(bias, "silu"))
-    assert d.isnan().sum(0).tolist() == [200 * (column == 77) for column in range(256)]
+    return d
 
 
-@cuda_only
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
+def test_a_bias_of_nan_reaches_one_column() -> None:
+    assert with_a_nan().isnan().sum(0).tolist() == [200 * (column == 77) for column in range(256)]
+
+
+def before_a_graph(kind: str) -> tuple[Callable[[], None], dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A call that was made once, its epilogue's tensors, the exact product, and d."""
     _, dtype, scaling = OPERATIONS[kind]
     tensors, exact = product(dtype, 64, 256, 512, scaling)
     more, d = vectors("rows+bias:f32+residual", 64, 256, BF16), torch.empty(64, 256, device=DEVICE, dtype=BF16)
-    epilogue = Epilogue(activation="relu", **more)
-    call(kind, tensors, d, None, epilogue=epilogue)
+    made = functools.partial(call, kind, tensors, d, None, epilogue=Epilogue(activation="relu", **more))
+    made()
+    return made, more, exact, d
+
+
+KINDS = ("fp8", "bf16")
+
+
+@cuda_only
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
+    made, more, exact, d = before_a_graph(kind)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(kind, tensors, d, None, epilogue=epilogue)
+        made()
     for factor in (2.0, 4.0):
         for tensor in more.values():
             tensor.mul_(factor)
@@ -196,8 +241,8 @@ def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
         assert_close(d, Finish("relu", **more)(exact, (slice(None), slice(None))), "relu")
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_a_row_has_the_same_bits_whatever_m_is(kind: str) -> None:
+def by_rows(kind: str) -> list[torch.Tensor]:
+    """Results of many rows, and of the first of them."""
     m, n, k = 300, 520, 1024
     x, y = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     epilogue = functools.partial(Epilogue, torch.randn(n, device=DEVICE), "gelu")
@@ -214,4 +259,21 @@ def test_a_row_has_the_same_bits_whatever_m_is(kind: str) -> None:
             found.append(d)
     finally:
         deep_gemm.set_batch_invariant(False)
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_whatever_m_is(kind: str) -> None:
+    found = by_rows(kind)
     assert all(torch.equal(each, found[0][: each.shape[0]]) for each in found)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> Iterator[None]:
+    calls: list[Callable[[], object]] = [with_a_nan]
+    for kind, added in itertools.product(OPERATIONS, ADDED):
+        calls += steps(kind, added)
+    calls += [lambda name=name: list(edges(name)) for name in ACTIVATIONS]  # type: ignore[misc]
+    calls += [functools.partial(each, kind) for each, kind in itertools.product((before_a_graph, by_rows), KINDS)]
+    with built(kernels_of(calls)):
+        yield

@@ -15,11 +15,11 @@ import deep_gemm
 from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.kernels.families import HALF_BATCHED, HALF_PARTS, HALF_SUMMED
-from deep_gemm.ops.batched import Batched, Summed, parts_of
-from deep_gemm.ops.table import BMM_BF16, PARTS_BF16, SUM_BF16
+from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
+from deep_gemm.ops.batched import Batched
+from deep_gemm.ops.table import BMM_BF16, SUM_BF16
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, SumPartsSpec
+from deep_gemm.spec import GemmSpec
 
 PLAIN, BHR, BHD, SUM = FORMS
 BF16 = torch.bfloat16
@@ -178,53 +178,6 @@ def test_a_sum_is_one_launch(gpu: FakeGpu) -> None:
     assert launched.strides["a"] == (64 * 128, 128, 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("adds", ["", "d", "c"])
-def test_a_long_sum_is_in_parts(gpu: FakeGpu, adds: str, dtype: torch.dtype) -> None:
-    """Four CTAs share a tile of each part, and 30 clusters of four run at once."""
-    a, b = torch.zeros(129, 128, 128, dtype=BF16), torch.zeros(129, 384, 128, dtype=BF16)
-    c, d = (torch.zeros(128, 384 + 8, dtype=dtype)[:, :384] for _ in range(2))
-    for _ in range(3):
-        deep_gemm.einsum(SUM, a, b, d, {"": None, "c": c, "d": d}[adds])
-    products, total = gpu.launched[-2:]
-    assert len(gpu.launched) == 6
-    assert products.spec == ops.spec(128, 384, 129 * 128, 132, PARTS_BF16, groups=129)
-    assert products.strides["parts"] == (10,)
-    assert total.spec == SumPartsSpec(128, 384, 10, "f32" if dtype == torch.float32 else "bf16", adds != "")
-    assert products.at["d"] == total.at["parts"]
-    assert total.at["d"] == d.data_ptr()
-    assert total.at["c"] == (c if adds == "c" else d).data_ptr()
-    assert total.strides == {"parts": (128 * 384, 384, 1), "c": (392, 1), "d": (392, 1)}
-
-
-def test_a_sum_has_one_order_where_bits_must_not_depend_on_m(gpu: FakeGpu) -> None:
-    a, b, d = torch.zeros(129, 128, 128, dtype=BF16), torch.zeros(129, 384, 128, dtype=BF16), torch.zeros(128, 384)
-    deep_gemm.set_batch_invariant(True)
-    try:
-        deep_gemm.einsum(SUM, a, b, d, d)
-    finally:
-        deep_gemm.set_batch_invariant(False)
-    assert [launched.spec.grouping for launched in gpu.launched] == ["summed"]
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "num_sms", "parts"),
-    [
-        (128, 384, 129 * 128, 132, 10),
-        (256, 256, 129 * 256, 132, 7),
-        (256, 256, 129 * 256, 16, 0),
-        (64, 64, 1 << 20, 132, 30),
-    ],
-)
-def test_parts_run_at_once_and_have_blocks(m: int, n: int, k: int, num_sms: int, parts: int) -> None:
-    x = Summed(SUM_BF16).check(*(torch.zeros(size, dtype=BF16) for size in ((1, m, k), (1, n, k), (m, n))))
-    assert x is not None
-    assert parts_of(x, num_sms) == parts
-    short = Summed(SUM_BF16).check(*(torch.zeros(size, dtype=BF16) for size in ((1, m, 64), (1, n, 64), (m, n))))
-    assert short is not None
-    assert parts_of(short, num_sms) == 1
-
-
 @pytest.mark.parametrize(("columns", "aligned"), [(D, True), (D + 4, False), (D - 4, False)])
 def test_tma_writes_whole_rows_of_16_bytes(gpu: FakeGpu, columns: int, aligned: bool) -> None:
     """Neither rows nor matrices may begin elsewhere."""
@@ -271,19 +224,6 @@ def test_a_sum_has_blocks_of_each_product() -> None:
     assert found["map_a"].spec.dims == (128, 128, 129)
     assert found["map_d"].spec.dims == (384, 128)
     assert found["raster"][1][:2] == (3, 2)
-
-
-def test_parts_have_matrices_of_their_own() -> None:
-    spec = ops.spec(200, 328, 129 * 128, 132, PARTS_BF16, groups=129)
-    strides = {"a": (25600, 128, 1), "b": (41984, 128, 1), "d": (200 * 328, 328, 1), "parts": (5,)}
-    params = case(HALF_PARTS, 128, 128, (1, 1, 4))
-    found = launch_of(spec, params, strides)
-    assert found["map_d"].spec.dims == (328, 200, 5)
-    count, tiles, *_ = raster = found["raster"][1]
-    assert (count, tiles, raster[-4], raster[-3]) == (5 * 6, 6, 5, 2)
-    assert found["grid"] == 5 * 6 * 4
-    with pytest.raises(UnsupportedError, match="6 parts of 200 x 328 are more tiles than 132 SMs run at once"):
-        launch_of(spec, params, strides | {"parts": (6,)})
 
 
 def test_too_many_tiles_are_refused() -> None:

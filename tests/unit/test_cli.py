@@ -98,6 +98,7 @@ def test_doctor() -> None:
         "sm90_fp8_batched_swapped",
         "sm90_fp8_gemm",
         "sm90_fp8_heads",
+        "sm90_fp8_k_grouped",
         "sm90_fp8_swapped",
         "sm90_fp8_rows",
         "sm90_fp8_scaled",

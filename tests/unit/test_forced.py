@@ -1,4 +1,4 @@
-"""The helper with which GPU tests force configs, tested without a GPU."""
+"""The helpers with which GPU tests force configs and build kernels, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from built import built, kernels_of
 from chosen import SWAPPED, argument_names, entry, find_config, make_params
 from driver_fakes import FakeDriver
 from forced import compiled, force, load, nvrtc
+from gpu_fakes import FakeGpu
 from jit_fakes import FakeCompiler, cubin_of
 
-from deep_gemm import kernels
+from deep_gemm import fused, kernels
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver import api
@@ -85,3 +87,20 @@ def test_an_output_that_cannot_be_stored_by_tma_is_refused(driver: FakeDriver, t
 
 def test_nvrtc_whatever_is_the_default() -> None:
     assert nvrtc().kind == "nvrtc"
+
+
+def test_kernels_that_a_file_needs_are_known_before(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 200, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = kernels_of([lambda: fused.rms_norm(fused.mul_add(x, x[0], x[0]), x[0])])
+    assert sorted(map(entry, found)) == ["mul_add_bf16_bf16_4x256", "rms_norm_bf16_bf16_4x256"]
+    assert gpu.launched == []
+    compiled_before: list[KernelParams] = []
+    monkeypatch.setattr(engine, "build", compiled_before.append)
+    monkeypatch.setattr(engine, "load", lambda *of_kernel: None)
+    with built(found):
+        for params in found:
+            engine.load(params, 0, "a call")
+    assert set(compiled_before) == found
+    with pytest.raises(AssertionError, match=r"not compiled before: \['rms_norm_bf16_bf16_4x256'\]"), built([]):
+        engine.load(max(found, key=entry), 0, "a call")

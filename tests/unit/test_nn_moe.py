@@ -37,10 +37,11 @@ def send_to(layer: Any, experts: list[int]) -> None:
     layer.route = route
 
 
+@pytest.mark.parametrize("recipe", ["1x128", "mixed"])
 @pytest.mark.parametrize(("tokens", "chosen"), [(37, None), (37, [3]), (140, [0, 4]), (1, [4, 2, 1])], ids=str)
-def test_results_and_gradients_are_near_those_in_float64(tokens: int, chosen: list[int] | None) -> None:
+def test_results_and_gradients_are_near_those_in_float64(tokens: int, chosen: list[int] | None, recipe: str) -> None:
     """By the router, and with experts that get every token or none."""
-    layer, x, dy = mixture(), matrix(tokens, IN), matrix(tokens, IN)
+    layer, x, dy = mixture(weight_gradient=recipe), matrix(tokens, IN), matrix(tokens, IN)
     if chosen is not None:
         send_to(layer, chosen)
     check(experts_results(layer, x, dy), experts_exact(layer, x, dy), EXPERT_BOUNDS)
@@ -105,14 +106,24 @@ def test_repeats_have_the_same_bits_and_gradients_are_added_to_main_grad() -> No
         torch.testing.assert_close(weight.main_grad, 2 * once[name])
 
 
+def test_the_mixed_recipe_changes_gradients_of_weights_alone() -> None:
+    layers = {recipe: mixture(weight_gradient=recipe) for recipe in ("1x128", "mixed")}
+    layers["mixed"].load_state_dict(layers["1x128"].state_dict())
+    x, dy = matrix(37, IN), matrix(37, IN)
+    found = {recipe: experts_results(layer, x, dy) for recipe, layer in layers.items()}
+    different = [name for name, tensor in found["mixed"].items() if not torch.equal(tensor, found["1x128"][name])]
+    assert different == ["d gate_up", "d down"]
+
+
 def test_a_token_does_not_depend_on_the_others() -> None:
     layer, x = mixture(), matrix(37, IN)
     assert torch.equal(layer(x)[5:9], layer(x[5:9]))
 
 
+@pytest.mark.parametrize("recipe", ["1x128", "mixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_groups_of_rows_have_layers_of_their_own(dtype: torch.dtype) -> None:
-    layer = FP8GroupedLinear(EXPERTS, IN, OUT)
+def test_groups_of_rows_have_layers_of_their_own(dtype: torch.dtype, recipe: Any) -> None:
+    layer = FP8GroupedLinear(EXPERTS, IN, OUT, weight_gradient=recipe)
     routing = Routing.from_choices(torch.randint(EXPERTS, (90, 1)), EXPERTS)
     x = routing.spread(matrix(90, IN, dtype=dtype)).requires_grad_()
     dy = routing.spread(matrix(90, OUT, dtype=dtype))

@@ -245,7 +245,7 @@ def test_d_lies_in_memory_of_its_own(name: str) -> None:
             continue
         given = kind.tensors()
         d, x = given["d"], given[operand]
-        memory, start = torch.zeros(d.nbytes + x.nbytes, dtype=torch.uint8), 16 if operand == "c" else 0
+        memory, start = torch.zeros(d.nbytes + x.nbytes, dtype=torch.uint8), 16 * (operand in ("c", "residual"))
         given["d"] = memory[: d.nbytes].view(d.dtype).view(d.shape)
         given[operand] = torch.as_strided(memory[start : start + x.nbytes].view(x.dtype), x.shape, x.stride()).copy_(x)
         with pytest.raises(InvalidInputError, match=f"d and {LABELS.get(operand, operand)} share memory"):

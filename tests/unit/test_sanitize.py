@@ -44,7 +44,7 @@ def test_each_kernel_of_a_batch_has_its_oracle() -> None:
         assert sanitize.oracle(params) is (head_cases if params.grouping == "heads" else batched_cases).is_right
     for params in grouped_mutations.KERNELS.values():
         assert sanitize.oracle(params) is grouped_runs.is_right
-    assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched", "sum_parts"} <= {
+    assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched"} <= {
         params.kernel for params in batched_mutations.KERNELS.values()
     }
 
