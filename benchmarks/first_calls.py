@@ -5,13 +5,16 @@
 Needs a GPU, and a wheel with kernels or the pack FILE. Compiling is forbidden, so a kernel that is missing is an error.
 Operands are made, and CUDA is initialised, before the clock starts; each time ends when the GPU is done. For each
 operation it prints the milliseconds of the first call of a process, of its first calls with other sizes that need
-another kernel, and the median of the processes.
+another kernel, and the median of the processes. Python's bytecode is there, as in an installed package: one process
+that does not count writes it, whatever the environment says of bytecode.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -99,12 +102,15 @@ def main() -> int:
     from deep_gemm.settings import child_environment
 
     late = 0
+    bytecode = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, bytecode)
     for operation in OPERATIONS:
         runs = []
-        for _ in range(options.repeats):
+        for _ in range(1 + options.repeats):
             with tempfile.TemporaryDirectory() as empty:
                 environment = child_environment("DG_JIT_PRECOMPILED", "DG_JIT_SHIPPED")
                 environment |= {"DG_JIT_FORBID_COMPILE": "1", "DG_JIT_CACHE_DIR": str(Path(empty, "cache"))}
+                environment |= {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": bytecode}
                 environment |= {"DG_JIT_PRECOMPILED": str(options.pack)} if options.pack else {}
                 command = [sys.executable, __file__, operation]
                 done = subprocess.run(command, capture_output=True, text=True, cwd=empty, env=environment, timeout=120)
@@ -112,6 +118,7 @@ def main() -> int:
                     print(f"{operation}: {done.stderr[-2000:]}")
                     return 2
                 runs.append(json.loads(done.stdout.splitlines()[-1]))
+        del runs[0]
         median = [statistics.median(run["calls"][at][0] for run in runs) * 1e3 for at in range(len(ROWS))]
         found = [run[1] for run in runs[0]["calls"]]
         new = [took for took, count in zip(median[1:], found[1:], strict=True) if count]

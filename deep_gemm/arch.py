@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 from .errors import InvalidInputError, UnsupportedError
+from .records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class ArchSpec:
     """Limits of one architecture, as its vendor publishes them. Sizes in bytes, per CTA or per SM as named."""
 

@@ -5,11 +5,12 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from deep_gemm.records import record
 
-@dataclass(frozen=True)
+
+@record(frozen=True)
 class Config:
     """How a kernel of ``family`` does its work."""
 
@@ -21,7 +22,7 @@ class Config:
         return 1, 1
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class GemmConfig(Config):
     """How a kernel of ``family`` computes a GEMM: its tile, its pipeline and its launch shape.
 
@@ -98,7 +99,7 @@ class GemmConfig(Config):
         return self.cluster_k * self.consumers_k
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class TileConfig(Config):
     """The tile that one CTA of ``num_threads`` threads of a helper kernel computes. Registers are budgeted for
     ``ctas_per_sm`` resident CTAs per SM."""
@@ -114,7 +115,7 @@ class TileConfig(Config):
         return self.tile_rows, self.tile_columns
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class KernelParams:
     """The identity of a binary: everything that changes the machine code, and nothing else.
 

@@ -5,10 +5,10 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
 from .errors import InvalidInputError
+from .records import record
 
 SCALE_BLOCK = 128
 """Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
@@ -41,7 +41,7 @@ def align(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Operand:
     """One of A, B and D. ``major`` is the dimension that is contiguous in memory: K or the other one (N for D).
     ``aligned``: the Tensor Memory Accelerator can address it. Its base and its row stride are multiples of 16 bytes
@@ -53,7 +53,7 @@ class Operand:
     aligned: bool = True
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class GemmSpec:
     """``D[m, n] = A[m, k] @ B[n, k]^T``, once, or for each of ``groups``.
 
@@ -105,7 +105,7 @@ class GemmSpec:
         return f"M={self.m}, N={self.n}, K={self.k}{grouped}, {self.a.dtype} x {self.b.dtype} -> {self.d.dtype}{scaled}"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class KGroupMapsSpec:
     """Tensor maps of the operands A (``m`` rows) and B (``n`` rows) of each of ``groups`` groups along K, made on the
     device from the sizes of the groups. ``padded_k`` is 0 if each group has a matrix of its own. Otherwise all groups
@@ -125,7 +125,7 @@ class KGroupMapsSpec:
         return f"tensor maps of {self.groups} groups along K"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class TransposeSpec:
     """A transpose of ``batch`` float32 matrices of ``rows`` x ``columns``, with any strides. Columns are written
     contiguously, each padded to a multiple of four floats."""
@@ -138,7 +138,7 @@ class TransposeSpec:
         return f"transposing {self.batch} x {self.rows} x {self.columns} scales"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class TransposeBytesSpec:
     """A transpose of a matrix of ``rows`` x ``columns`` bytes from contiguous columns to contiguous rows. ``columns``
     is a multiple of 16."""
@@ -150,7 +150,7 @@ class TransposeBytesSpec:
         return f"transposing {self.rows} x {self.columns} bytes"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CopySpec:
     """A copy of a matrix of ``rows`` x ``columns`` 2-byte elements, with any strides, to contiguous rows, each padded
     to 16 bytes."""
@@ -170,7 +170,7 @@ class CopySpec:
 Blocks: TypeAlias = Literal["none", "row", "column", "tile"]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class QuantizeSpec:
     """A cast of a matrix of ``rows`` x ``columns`` to E4M3: as it is, transposed, or both.
 
@@ -196,7 +196,7 @@ class QuantizeSpec:
         return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class RowsSpec:
     """A function of each row of a matrix, whose result is ``rows`` x ``columns`` elements of ``output``; FP8 has a
     scale for each row per 128 columns, a power of two if ``power_of_two``.
@@ -223,7 +223,7 @@ class RowsSpec:
         return f"{self.function} of {self.rows} x {self.columns} elements, {self.dtype} -> {self.output}"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LogitsSpec:
     """Indexer logits of ``rows`` queries of ``heads`` x ``dim`` over ``keys`` keys, of which each query attends a
     range. With ``compressed`` a row begins with the first key that its query attends, and has ``columns`` columns;
@@ -250,7 +250,7 @@ class LogitsSpec:
         return f"logits of {self.rows} queries over {self.keys} keys, {self.heads} heads of {self.dim}, {self.output}"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PagedLogitsSpec:
     """Indexer logits of ``next_n`` tokens of each of ``batch`` requests over pages of ``page_keys`` keys each, of which
     there are ``pages``; a request has at most ``table_width``. A row has ``columns`` columns. A schedule says how the
@@ -275,7 +275,7 @@ class PagedLogitsSpec:
         )
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LogitsScheduleSpec:
     """The schedule of paged logits: which part of the work of ``batch`` requests each of ``slots`` CTAs does. The last
     length of a request is at ``offset`` from its first."""
@@ -288,7 +288,7 @@ class LogitsScheduleSpec:
         return f"the schedule of paged logits of {self.batch} requests for {self.slots} CTAs"
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PrenormSpec:
     """``D[m, n] = A[m, k] @ B[n, k]^T`` by TF32 products of bf16 and float32, with few rows of B, and the sums of
     squares of the rows of A, in ``splits`` partial sums. The last three fields are as in `GemmSpec`."""

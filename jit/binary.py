@@ -7,16 +7,17 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
 from deep_gemm.jit.cache.packable import ARCH, NAME, Kernel, Packable, packable
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
+from deep_gemm.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PostPass:
     """A pass over a compiled cubin.
 
@@ -40,7 +41,7 @@ class PostPass:
 _IDENTITY = re.compile(r"[a-z0-9.-]{1,60}")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class BuildRequest:
     """One kernel to build.
 
@@ -72,7 +73,7 @@ class BuildRequest:
             raise InvalidInputError(f'arch must be a target such as "sm_90a", but it is {self.arch!r}.')
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Binary:
     """A compiled kernel. `layer` tells where it came from: "memory", "pack", "disk", "compiled", or
     "adopted" from another process.

@@ -6,7 +6,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deep_gemm.errors import CompileError, CompilerNotFoundError, InvalidInputError
@@ -25,6 +25,7 @@ from deep_gemm.jit.forking import ForkLock
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key, source_key
 from deep_gemm.log import log, say, warn_once
+from deep_gemm.records import record
 from deep_gemm.settings import settings
 
 __all__ = ["ERRORS", "HITS", "Binary", "BuildRequest", "Builder", "default_builder"]
@@ -33,7 +34,7 @@ HITS = ("memory", "pack", "disk")
 ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_timeout")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _Plan:
     """A request, with what the current settings add to it."""
 

@@ -18,10 +18,10 @@ import stat
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.records import record
 
 # Raise it when the meaning of an entry changes: two versions of the package can then share a root.
 SCHEMA = 5
@@ -38,7 +38,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.
 Signature = tuple[int, int, int, int, int]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _Reached:
     """The headers that some includes reach, and the signature of every file that was looked at (None if it is absent).
     `digest` covers the headers."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
+
+from deep_gemm.records import record
 
 # NVRTC 12.9 prefixes continuation lines with "ptxas         .", NVCC does not, so nothing here anchors at line start.
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
@@ -17,7 +19,7 @@ _TIME = re.compile(r"Compile time = ([\d.]+) ms")
 _WARNING = re.compile(r"\bwarning\b|Potential Performance Loss|serializ", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Resources:
     """Registers a thread and barriers a block; the rest in bytes: static shared memory a block, stack (local memory)
     and spills a thread. `warnings` are the compiler's lines about lost performance."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch
+from deep_gemm.records import record
 from deep_gemm.runtime import debug_record, engine
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
@@ -32,7 +33,7 @@ _GIVEN = ("name", "signature", "num_threads")
 """Jinja fields that every source has."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Source:
     """The source of a kernel: text, or a template, which may include other templates of its directory."""
 
@@ -52,7 +53,7 @@ class Source:
         return render(self.name, fields, self.directory)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CustomConfig(Config):
     num_threads: int
     constants: Constants
@@ -62,7 +63,7 @@ class CustomConfig(Config):
         return text + "".join(f", {name}={value}" for name, value in self.constants)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CustomSpec:
     config: CustomConfig
     launch: LaunchPlan
@@ -79,7 +80,7 @@ class CustomOperands:
     flops: int
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class CustomPlan(engine.Plan):
     """A user's kernel, loaded, and one launch of it."""
 

@@ -76,7 +76,8 @@ def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
 
 def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
-    own = _other(type(spec))
+    of: type = type(spec)
+    own = _other(of)
     # All are asked only for the reasons of each.
     return own if _reason(own, spec, arch) is None else _able(list(_others().values()), spec, arch)[0]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import NUMBERS, LaunchShape, Map, Parameter, Pointer
 from ..params import Config, KernelParams
+from ..records import record
 from ..spec import Spec
 
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -19,7 +19,7 @@ Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 Value: TypeAlias = int | float | Sequence[int] | Map | bytes | None
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Argument:
     """One parameter of a kernel: its name and its type in the device code.
 
@@ -68,7 +68,7 @@ def parameters(text: str) -> tuple[Argument, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LaunchPlan:
     """Grid, cluster and shared memory of one launch, and its parameters in order, without the operands' addresses."""
 

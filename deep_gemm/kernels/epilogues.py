@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from ..records import record
 from .base import Argument, Strides, Value, parameters
 
 _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32", "": "kNoBias"}
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Parts:
     """``D = activation(alpha * row_factor * product (+ C) + bias) + residual``: which of these there are.
 

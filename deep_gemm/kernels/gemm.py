@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
+from ..records import record
 from ..settings import settings
 from ..spec import Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, ffma_bursts, groups
@@ -44,7 +45,7 @@ def _none(spec: GemmSpec) -> None:
     return None
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 

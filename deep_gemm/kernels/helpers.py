@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams, TileConfig
+from ..records import record
 from ..spec import (
     SCALE_BLOCK,
     CopySpec,
@@ -26,7 +26,7 @@ from .base import Argument, Kernel, Strides, Value, parameters
 Grid: TypeAlias = tuple[int, int, int]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Helper(Kernel):
     """A kernel with one config and static shared memory."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
+from ..records import record
 from ..spec import LogitsSpec, PagedLogitsSpec, align, ceil_div
 from .base import Kernel
 
@@ -25,7 +25,7 @@ MAX_STAGES = 12
 """More were no faster for prompts, and 2% slower for pages (H100)."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LogitsConfig(Config):
     """Products of 64 keys by ``tokens`` queries with ``heads`` heads of ``dim`` elements. ``num_consumers`` warpgroups
     multiply; one more is the producer. With ``turns`` they multiply one after the other."""

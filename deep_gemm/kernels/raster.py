@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 from ..params import GemmConfig
+from ..records import record
 from ..spec import ceil_div
 
 _LONE_GROUP = 6
@@ -28,7 +28,7 @@ lines that both halves read. An LRU cache of 30 MB predicts the bytes that launc
 1893 x 30176 x 12800, of which 1213 were measured, and 612 for 4096 x 7168 x 16384, of which 622 were measured."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Raster:
     """An order of tiles: bands of ``band`` cluster tiles along n and all ``rows`` along m; in a band groups of
     ``height`` rows; in a group m first. The last band and the last group may be smaller (see ``raster.cuh``)."""

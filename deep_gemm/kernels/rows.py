@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
+from ..records import record
 from ..spec import Dtype, RowsSpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value, parameters
 
@@ -25,7 +26,7 @@ FEW = 1 << 20
 """Elements up to which elementwise functions have smaller tiles: larger ones would leave SMs idle."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Function:
     """A function of rows. ``inputs`` are its matrices and vectors, in the order of the device code, which ``code``
     names for a form and the optional operands that are given."""

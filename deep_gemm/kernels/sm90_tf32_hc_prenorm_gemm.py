@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
+from ..records import record
 from ..spec import PrenormSpec, Spec, ceil_div
 from .base import Argument, Kernel, Strides, Value, parameters
 
@@ -20,7 +20,7 @@ FIT = {1: 100, 2: 100, 4: 85, 8: 60}
 of 4 and 16 of 8 took two rounds."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class PrenormConfig(Config):
     """A CTA has ``rows`` rows of A, and all of B's ``columns`` rows. The CTAs of a cluster split K."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 from .. import options
 from ..errors import InvalidInputError
 from ..kernels import epilogues
+from ..records import record
 from ..spec import Accumulate, Major
 from . import checks, finished, layouts, scales
 from .epilogue import given_epilogue
@@ -38,7 +38,7 @@ SCALED = (*RECIPES, COMPILED_DIMS, Parameter("disable_ue8m0_cast", "bool", False
 """The options of FP8 products."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class GemmOperands:
     """Checked operands of a product ``op``, a name of `PRODUCTS`, by the names in `Gemm.operands`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels.logits import DIMS, HEADS
+from ..records import record
 from ..spec import Dtype, LogitsSpec, align
 from . import checks
 from .checks import shape_of
@@ -27,7 +28,7 @@ ROW_BYTES = 1024
 """Rows of a result begin at multiples of so many bytes: callers' top-k kernels read wide words, and rely on it."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class LogitsOperands:
     """Checked operands."""
 

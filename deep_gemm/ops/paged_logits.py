@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError, UnsupportedError
+from ..records import record
 from ..runtime.operation import Fault
 from ..spec import LogitsScheduleSpec, PagedLogitsSpec, ceil_div
 from . import checks, device_values
@@ -26,7 +26,7 @@ SPLIT_KEYS = 256
 """Keys of a request that one CTA computes at least."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class PagedLogitsOperands:
     """Checked operands."""
 
@@ -164,7 +164,7 @@ def check_cache(cache: Tensor, dim: int) -> tuple[int, int]:
     return pages, page_keys
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class ScheduleOperands:
     """Checked operands."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +15,7 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
+from ..records import record
 from ..spec import PrenormSpec
 from . import checks, layouts
 from .checks import shape_of
@@ -22,7 +23,7 @@ from .checks import shape_of
 BLOCK_K, MOST_COLUMNS = PrenormSpec.BLOCK_K, PrenormSpec.MOST_N
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class PrenormOperands:
     """Checked operands; d (splits, M, N) and sqr_sum (splits, M)."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
+from ..records import record
 from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec, align, ceil_div
 from . import checks
 from .checks import shape_of
@@ -36,7 +36,7 @@ _BLOCK: dict[Blocks, tuple[int, int]] = {
 """Rows and columns of the matrix that share a scale."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class QuantizeOperands:
     """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``; and E4M3 values and float32 scales for
     each output."""

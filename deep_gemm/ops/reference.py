@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from deep_gemm.ops.cast_reference import dequantise
+from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
 
 CHUNK_ELEMENTS = 1 << 24
@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class Finish:
     """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of D."""
 

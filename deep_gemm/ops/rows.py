@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -17,6 +16,7 @@ from deep_gemm.ops.quantize import check_written, scales_shape
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
+from ..records import record
 from ..spec import RowsSpec
 from . import checks
 from .checks import shape_of
@@ -47,7 +47,7 @@ _ALIGNED = 16
 """Bytes at whose multiples rows begin that kernels read by 16 bytes."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class RowsOperands:
     """Checked operands: inputs, and "out", or "values" and "scales"."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +13,7 @@ from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference
 from deep_gemm.runtime.calls import Parameter, entry
 
 from ..errors import InvalidInputError
+from ..records import record
 from . import checks, layouts, scales
 from .checks import shape_of
 from .dense import Dense
@@ -25,7 +25,7 @@ BOX = 64
 """Columns of D that TMA stores at once: parts of heads are multiples of it, or consumers store them."""
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class HeadOperands(GemmOperands):
     """Checked operands; ``splits`` are the columns of a head of d on the left, in the middle and on the right."""
 

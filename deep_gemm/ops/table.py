@@ -3,13 +3,14 @@ and nowhere else."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from deep_gemm.ops.reference import BLOCKS, Scalings
 
 from .. import options
+from ..records import record
 from ..spec import Accumulate, Dtype, GemmSpec, Grouping, Major, Operand
 
 DTYPES: dict[torch.dtype, Dtype] = {
@@ -27,7 +28,7 @@ WHOLE_ROWS: Scalings = ("row", "row")
 """One scale for each row of A and of B; one scale may also apply to all rows of an operand."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Product:
     """What an operation multiplies. The first of ``outputs``, the dtypes of d, is that of a model's layers; so are
     ``scaling``, ``majors`` and ``accumulate``, which calls may change. ``helpers`` are kernels that may run before it:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from deep_gemm.jit.render_key import render_key
 from deep_gemm.kernels.base import Kernel, LaunchPlan, Strides
 from deep_gemm.log import say
 from deep_gemm.params import Config, KernelParams
+from deep_gemm.records import record
 from deep_gemm.runtime import debug_record
 from deep_gemm.runtime.debug_record import debug_info, dump_debug_info
 from deep_gemm.select import calibration
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Plan:
     """A loaded kernel that computes a spec on a device."""
 

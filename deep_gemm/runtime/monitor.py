@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +26,7 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.module import beside_captures
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import warn_once
+from deep_gemm.records import record
 from deep_gemm.runtime.call_code import Places
 from deep_gemm.runtime.operation import Operation
 from deep_gemm.settings import settings
@@ -65,7 +66,7 @@ class Call(Protocol):
     def __call__(self, at: Places) -> None: ...
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Labels:
     """The labels of a series. ``config`` is the kernel's config, or the name of the fallback that computed the call."""
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.kernels.base import Strides
+from deep_gemm.records import record
 from deep_gemm.runtime import engine
 from deep_gemm.spec import Spec
 
@@ -31,7 +32,7 @@ class Operands(Protocol):
         """The device of all tensors."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Step:
     """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call or to scratch
     memory."""
@@ -41,7 +42,7 @@ class Step:
     operands: Mapping[str, str]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Work:
     """The launches of a call in order, and the shapes and dtypes of their scratch memory by name."""
 
@@ -49,7 +50,7 @@ class Work:
     scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Fault:
     """Values in the memory of operands that kernels take on trust. ``where`` is true for each that is wrong. ``say``
     makes the sentence for one of them, from its indices."""
@@ -62,7 +63,7 @@ REQUIRED: Any = inspect.Parameter.empty
 """The default of an argument that has none."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Parameter:
     """An argument of a public function. ``type`` is its annotation; ``keyword``: it is given by keyword only.
 

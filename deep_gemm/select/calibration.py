@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InvalidInputError
+from ..records import record
 from .power import Power
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ PREFIX = "speed "
 """What the names of speeds for some products begin with in a calibration file."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Speed:
     """The speed of one GPU model, fitted by `deep-gemm calibrate`. Times in us; cycles are those of the SM clock."""
 
@@ -66,7 +67,7 @@ class Speed:
     """The exponent of the p-norm that joins the times of the resources: the larger, the better they overlap."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Calibration:
     """The constants of a GPU model: its speed, its power, and ``origin``, which says where they come from."""
 

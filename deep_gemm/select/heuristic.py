@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from .. import kernels
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..params import GemmConfig
+from ..records import record
 from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts, speed
@@ -21,7 +22,7 @@ from .power import KNOWN_BYTES, sustained_us
 from .rules import worthwhile
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Choice:
     config: GemmConfig
     spec: GemmSpec

@@ -9,18 +9,18 @@ before, the epilogue of the last tile after them. `Features` holds counts, `Spee
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from .. import kernels
 from ..kernels.features import Features
 from ..params import GemmConfig
+from ..records import record
 from ..spec import GemmSpec
 from .calibration import Calibration, Speed
 from .rules import speeds
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Estimate:
     """The predicted time of a launch and its parts, in us. ``bound`` names the largest part."""
 

@@ -12,10 +12,9 @@ for the last tiles of others, Stream-K) fits these within 2%, but its choices we
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..kernels.features import Features
 from ..params import GemmConfig
+from ..records import record
 from ..spec import GemmSpec, ceil_div
 
 ROW_BYTES = 128
@@ -26,7 +25,7 @@ KNOWN_BYTES = 1
 calls of 200 to 1900 us took 2 to 28% less than the estimate (H100)."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Power:
     """Constants of one GPU model, fitted to launches timed back to back. Moving a row is counted in products that draw
     as much power."""

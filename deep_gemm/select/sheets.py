@@ -9,10 +9,11 @@ GH200, are least sure. Tensor rates are those of eight-bit operands without spar
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+
+from deep_gemm.records import record
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Sheet:
     """One GPU model."""
 

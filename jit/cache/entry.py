@@ -11,11 +11,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from deep_gemm.jit.cache.files import Folder
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
+from deep_gemm.records import record
 
 SOURCE, CUBIN, META = "kernel.cu", "kernel.cubin", "kernel.json"
 FORMAT = 3
@@ -26,7 +26,7 @@ _SAFE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HEAD = re.compile(rb'\{\n "checksum": "([0-9a-f]{64})",\n')
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Address:
     """Where an entry lies under the root: an entry of another arch, CUDA or driver version is never looked at."""
 

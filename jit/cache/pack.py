@@ -19,7 +19,6 @@ import os
 import stat
 import tarfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from deep_gemm.jit.cache.packable import Kernel, Packable, summary
 from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
+from deep_gemm.records import record
 
 SUFFIX = ".dgpack"
 FORMAT = 1
@@ -37,7 +37,7 @@ _SUMS = f"{MANIFEST}.sha256"
 _MAX_MANIFEST = 1 << 25
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Pack:
     """A pack whose manifest was read and checked. Its cubins are checked when they are read.
 

@@ -7,11 +7,12 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
+from deep_gemm.records import record
 
 _DISTRIBUTION = "deep-gemm-jit"
 _MAX_FILE = 1 << 30
@@ -22,7 +23,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Kernel:
     """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
     compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` identifies what
@@ -89,7 +90,7 @@ _TEXTS = {
 _SIZES = ("cubin_bytes", "source_bytes")
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Packable:
     """A kernel with its bytes: `cubin`, and `source` as it was rendered."""
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import warn_once
+from deep_gemm.records import record
 from deep_gemm.settings import settings
 
 GROUP = "deep_gemm.packs"
@@ -30,7 +30,7 @@ SHIPPED = "shipped"
 Setting = tuple[tuple[Path, ...], bool, bool]
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Found:
     """A pack that is named `by` a setting's variable or "package X", or `SHIPPED`. If it is not used, `pack` is None
     and `problem` is the reason."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from deep_gemm.errors import CompileError
 from deep_gemm.jit.resources import Resources, parse_ptxas
+from deep_gemm.records import record
 from deep_gemm.settings import settings
 
 _TRIAL = 'extern "C" __global__ void trial(int* out) { *out = 1; }\n'
@@ -17,7 +18,7 @@ _TRIAL = 'extern "C" __global__ void trial(int* out) { *out = 1; }\n'
 MIN_VERSION = (12, 3)
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Compiled:
     """A cubin and what the compiler said. `seconds` has "compile" (all of it) and "ptxas" where that is known.
 

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deep_gemm.errors import CompilerNotFoundError
@@ -19,6 +19,7 @@ from deep_gemm.jit.compilers.nvrtc import Nvrtc, library_version
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import log, warn_once
+from deep_gemm.records import record
 from deep_gemm.settings import settings
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.[\d.]+$")
@@ -29,7 +30,7 @@ _INSTALL = (
 )
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class Found:
     """One compiler: `kind` "nvcc" or "nvrtc", `version` as text ("13.0.88", "12.9", "unknown"), whether it can be used
     here, whether it is the one in use, and why (not)."""
@@ -42,7 +43,7 @@ class Found:
     why: str
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class _Candidate:
     found: Found
     compiler: Compiler | None = None

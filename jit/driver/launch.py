@@ -7,13 +7,13 @@ import functools
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.module import Function, primary_context
 from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT, ALIGNMENT, SIZE, TensorMapSpec
+from deep_gemm.records import record
 
 
 class Pointer(NamedTuple):
@@ -46,7 +46,7 @@ CONTEXT_ERRORS = (201, 400)
 """The status of a launch on a thread without a context, or with the context of another device."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class LaunchShape:
     """Grid and cluster in blocks, `block` in threads, `dynamic_shared` in bytes; `pdl` lets the kernel start before
     its predecessor has finished, for kernels that wait for it themselves."""

@@ -6,16 +6,16 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from deep_gemm.errors import DriverError, InvalidInputError, NotWarmError
 from deep_gemm.jit.driver import api
 from deep_gemm.log import say
+from deep_gemm.records import record
 from deep_gemm.settings import settings
 
 
-@dataclass(frozen=True, eq=False)
+@record(frozen=True, eq=False)
 class Function:
     """A loaded kernel. `handle` is its CUfunction; registers and local memory (bytes) are of a thread, shared memory
     (bytes) of a block. Keeps its module loaded, for the life of the process if a launch record holds it."""

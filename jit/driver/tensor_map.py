@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
+from deep_gemm.records import record
 
 # Values of the driver's enumerations CUtensorMapDataType, ...Swizzle and ...L2promotion, and bytes of an element.
 _DTYPES = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}
@@ -22,7 +22,7 @@ ADDRESS_ALIGNMENT = 16
 """Of the tensor."""
 
 
-@dataclass(frozen=True)
+@record(frozen=True)
 class TensorMapSpec:
     """A tiled tensor map without its address.
 

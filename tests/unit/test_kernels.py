@@ -20,6 +20,7 @@ from deep_gemm.kernels.base import Kernel
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import SCALINGS, GemmFamily
 from deep_gemm.kernels.helpers import COPY_ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
+from deep_gemm.kernels.other_families import OTHERS
 from deep_gemm.kernels.template import MAX_STAGES
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime.engine import build_request
@@ -92,6 +93,15 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     else:
         with pytest.raises(UnsupportedError):
             kernels.for_spec(spec)
+
+
+@pytest.mark.parametrize("of", OTHERS)
+def test_kernels_that_are_no_gemms_are_found_by_their_spec_and_by_their_name(of: type) -> None:
+    name = OTHERS[of][0]
+    assert kernels.get(name).name == name
+    others = [kernels.get(other) for other, *_ in OTHERS.values()]
+    assert [family.name for family in others if family.refuses(object.__new__(GemmSpec)) is None] == []
+    assert kernels._other(of) is kernels.get(name) is kernels.registry()[name]
 
 
 def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
