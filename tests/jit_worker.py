@@ -51,6 +51,8 @@ def restrict(job: dict[str, Any]) -> None:
         # Imported now: another user may not be allowed to read Python's directory.
         import platformdirs
 
+        for late in ("disassembler", "compilers.find", "compilers.nvcc", "compilers.nvrtc", "cache.packs"):
+            importlib.import_module(f"deep_gemm.jit.{late}")
         platformdirs.user_cache_dir  # noqa: B018 # loaded at first use
         os.setgid(job["uid"])
         os.setuid(job["uid"])
