@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.kernels.expressions import VECTORS
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
-FUSED = ("row_factor", "bias", "residual")
+FUSED = ("row_factor", "bias", "residual", *VECTORS)
 """The tensors of an epilogue."""
 
 _operators = getattr(torch.ops, operators.NAMESPACE)

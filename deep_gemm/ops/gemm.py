@@ -16,9 +16,11 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 from .. import options
 from ..errors import InvalidInputError
 from ..kernels import epilogues
+from ..kernels.expressions import VECTORS
 from ..records import record
 from ..spec import Accumulate, Major
 from . import checks, finished, layouts, scales
+from .custom_activation import check_vectors, in_torch
 from .epilogue import given_epilogue
 from .finished import FUSED
 from .layouts import Preparation
@@ -73,7 +75,10 @@ class GemmOperands:
         if self.epilogue == "none":
             return None
         tensors = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
-        return Finish(epilogues.parse(self.epilogue).activation, self.alpha, **tensors)
+        vectors = {name: tensors.pop(name) for name in VECTORS if name in tensors}
+        parts = epilogues.parse(self.epilogue)
+        own = None if parts.expression is None else in_torch(parts.expression, vectors)
+        return Finish(parts.activation, self.alpha, own=own, **tensors)
 
 
 class Gemm(Operation):
@@ -151,7 +156,9 @@ class Gemm(Operation):
             "bias": (*named["b"].shape[:-2], n),
             "residual": tuple(named["d"].shape),
         }
-        for name in self.fused:
+        if (expression := epilogues.parse(epilogue).expression) is not None:
+            check_vectors(expression, named, m, n)
+        for name in shapes.keys() & set(self.fused):
             x, wanted = named[name], shapes[name]
             if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
                 raise InvalidInputError(

@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
@@ -45,6 +45,8 @@ class Finish:
     row_factor: Tensor | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
+    own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
+    """In place of an activation: a user's, of sums and ``where``."""
 
     def __call__(self, product: Tensor, where: tuple[slice, slice], c: Tensor | None = None) -> Tensor:
         """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C."""
@@ -57,6 +59,7 @@ class Finish:
         x = x if c is None else x + c
         x = x if self.bias is None else x + self.bias[columns]
         x = ACTIVATIONS[self.activation](x) if self.activation else x
+        x = x if self.own is None else self.own(x, where)
         return x if self.residual is None else x + self.residual[where]
 
 
