@@ -22,6 +22,9 @@ shapes (H100)."""
 CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
 """Cluster shapes: CTAs of a cluster along m, n and k."""
 
+SUM_CLUSTERS = (*CLUSTERS, (1, 1, 8))
+"""The same where several products are summed: D is small then and K is long."""
+
 REGISTERS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
 
@@ -77,6 +80,7 @@ class HalfGemm(Template):
 
     def __init__(self, swap_ab: bool = False, groups: str = "") -> None:
         self.swap_ab, self.groups = swap_ab, groups
+        self.clusters_of_ctas = SUM_CLUSTERS if groups == "sum" else CLUSTERS
         self.adds_residuals = not swap_ab
 
     @property
@@ -115,8 +119,8 @@ class HalfGemm(Template):
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
         per SM. Swap-AB tiles have 64 to 256 rows of A and of B."""
         if self.swap_ab:
-            return itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS)
-        return itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
+            return itertools.product(range(64, 257, 8), CONSUMERS, self.clusters_of_ctas)
+        return itertools.product(CONSUMERS, range(16, 257, 16), self.clusters_of_ctas, (1, 2))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
@@ -135,8 +139,9 @@ class HalfGemm(Template):
             return f"{c.height} rows of sums with {c.num_consumers} consumer warpgroups are not one of {CONSUMERS}"
         if c.width % step or not step <= c.width <= 256:
             return f"the width must be a multiple of {step} from {step} to 256, not {c.width}"
-        if (c.cluster_m, c.cluster_n, c.cluster_k) not in CLUSTERS:
-            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
+        cluster, known = (c.cluster_m, c.cluster_n, c.cluster_k), self.clusters_of_ctas
+        if cluster not in known:
+            return f"sharing a tile by {' x '.join(map(str, cluster))} CTAs is not one of {known}"
         if c.block_n % (16 * c.cluster_k):
             step = 16 * c.cluster_k
             return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
