@@ -142,8 +142,7 @@ class HalfGemm(Template):
         cluster, known = (c.cluster_m, c.cluster_n, c.cluster_k), self.clusters_of_ctas
         if cluster not in known:
             return f"sharing a tile by {' x '.join(map(str, cluster))} CTAs is not one of {known}"
-        if c.block_n % (16 * c.cluster_k):
-            step = 16 * c.cluster_k
+        if c.block_n % (step := 16 * min(c.cluster_k, 4)):
             return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 64 or c.block_n < 64):
             return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
@@ -167,9 +166,11 @@ class HalfGemm(Template):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
-        split K has no block."""
+        split K has no block, nor if one stores eight columns of 16 bits, less than `stmatrix` does."""
         splits = config.cluster_k * config.consumers_k
         if (splits > 1 or not spec.k) and splits > ceil_div(spec.k, self.block_k):
+            return False
+        if config.width % (16 * config.cluster_k) and spec.d.dtype != "f32" and not config.swap_ab:
             return False
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
             return False
@@ -260,7 +261,7 @@ def _box_columns(config: GemmConfig, output: str) -> int:
     stored = 64 if config.swap_ab else config.block_n // config.cluster_k
     if output != "f32" and stored % 64 == 0:
         return 64
-    return 32 if stored % 32 == 0 else 16
+    return next(columns for columns in (32, 16, 8) if stored % columns == 0)
 
 
 def _stores_late(config: GemmConfig, output: str) -> bool:

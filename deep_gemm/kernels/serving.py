@@ -232,10 +232,10 @@ HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 64, (1, 1, 4), 1),
     (64, 128, (1, 1, 4), 1),
+    (64, 64, (1, 1, 8), 1),
     (64, 128, (1, 1, 8), 1),
     (128, 128, (1, 1, 1), 1),
     (128, 128, (1, 1, 4), 1),
-    (128, 128, (1, 1, 8), 1),
 )
 """(block_m, block_n, cluster, CTAs per SM). D is small and K, that of all products together, is long."""
 
