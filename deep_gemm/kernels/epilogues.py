@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Mapping
-from dataclasses import replace
 
 from ..records import record
 from .base import Argument, Strides, Value, parameters
@@ -98,9 +97,3 @@ def parse(text: str) -> Parts:
     known = ("alpha", "rows", "residual", f"bias:{bias}", f"clamp:{clamp!r}", _CASTS[cast])
     activation = next((word for word in words if word not in known), "")
     return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words, clamp, cast)
-
-
-@functools.cache
-def with_cast(text: str, cast: str) -> str:
-    """The text of the same epilogue with a D of FP8: see `Parts`."""
-    return str(replace(parse(text), cast=cast))

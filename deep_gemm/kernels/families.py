@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..params import GemmConfig
-from ..spec import SCALE_BLOCK, GemmSpec, Grouping
+from ..spec import GemmSpec
 from . import serving
-from .fp8_gated import Fp8Gated
+from .fp8_gated import FP8_GATED
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
-from .gemm import SAME, GemmFamily, scaling_of
+from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
-ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SHAPE = (0, 2112, 7168)
 """Sizes that are compiled in."""
 
@@ -37,16 +36,6 @@ def _mn_major_b_has_whole_blocks(spec: GemmSpec) -> str | None:
     if spec.b.major != "k" and spec.k % HalfGemm.block_k:
         return f"K of an MN-major B must be a multiple of {HalfGemm.block_k}, not {spec.k}"
     return None
-
-
-def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:
-    if spec.n % (2 * SCALE_BLOCK):
-        return f"columns of gate, half of N, must be a multiple of {SCALE_BLOCK}, not {spec.n / 2:g}"
-    return None
-
-
-def _gated(config: GemmConfig) -> dict[str, Any]:
-    return {"epilogue": "swiglu+fp8", "output": "e4m3"} if config.block_n == 256 else {"epilogue": "swiglu"}
 
 
 def _any_scaling(config: GemmConfig) -> dict[str, Any]:
@@ -224,32 +213,6 @@ FP8_GROUPED = GemmFamily(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
-    ),
-)
-
-FP8_GATED = GemmFamily(
-    name="sm90_fp8_gated",
-    rules=Fp8Gated(),
-    serving=serving.FP8_GATED,
-    dtypes=("e4m3",),
-    scalings=("1d2d",),
-    outputs=("bf16", "f16", "f32", "e4m3"),
-    groupings=("none", *ALONG_M),
-    accumulates=("none",),
-    aligned_d=True,
-    limit=_gate_has_whole_blocks,
-    label="gated ",
-    serving_options=_gated,
-    varied=(
-        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+clamp:7.0"}),
-        ((128, 256, (2, 1), 1, 1), {"epilogue": "alpha+rows+bias:f32+swiglu", "output": "f32"}),
-        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8:ue8m0", "output": "e4m3", "grouping": "psum"}),
-        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8", "output": "e4m3", "grouping": "contiguous"}),
-        (
-            (128, 256, (1, 1), 1, 1),
-            {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"},
-        ),
-        ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
     ),
 )
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from ..arch import ArchSpec
 from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec
+from . import serving
 from .fp8_scaled import Fp8Scaled
+from .gemm import ALONG_M, GemmFamily
 
 _WIDTHS = (64, 128, 256)
 """Columns of tiles, of which half are gate's: each half lies in one block of B's scales."""
@@ -47,3 +50,40 @@ class Fp8Gated(Fp8Scaled):
         if spec.d.dtype == "e4m3" and self.columns_of_d(config.block_n) != SCALE_BLOCK:
             return False
         return super().fits(spec, config, accumulate, scaling)
+
+
+def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:
+    if spec.n % (2 * SCALE_BLOCK):
+        return f"columns of gate, half of N, must be a multiple of {SCALE_BLOCK}, not {spec.n / 2:g}"
+    return None
+
+
+def _gated(config: GemmConfig) -> dict[str, Any]:
+    return {"epilogue": "swiglu+fp8", "output": "e4m3"} if config.block_n == 256 else {"epilogue": "swiglu"}
+
+
+FP8_GATED = GemmFamily(
+    name="sm90_fp8_gated",
+    rules=Fp8Gated(),
+    serving=serving.FP8_GATED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16", "f16", "f32", "e4m3"),
+    groupings=("none", *ALONG_M),
+    accumulates=("none",),
+    aligned_d=True,
+    limit=_gate_has_whole_blocks,
+    label="gated ",
+    serving_options=_gated,
+    varied=(
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+clamp:7.0"}),
+        ((128, 256, (2, 1), 1, 1), {"epilogue": "alpha+rows+bias:f32+swiglu", "output": "f32"}),
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8:ue8m0", "output": "e4m3", "grouping": "psum"}),
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8", "output": "e4m3", "grouping": "contiguous"}),
+        (
+            (128, 256, (1, 1), 1, 1),
+            {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"},
+        ),
+        ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
+    ),
+)

@@ -37,6 +37,7 @@ SCALINGS = {
 FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu")
 """The epilogues of the cases of families that have any; the second also has a residual, if the family takes one."""
 
+ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
 

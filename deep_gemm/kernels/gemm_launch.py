@@ -56,7 +56,9 @@ def dense(
         values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
         columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
-        sizes, steps = ((columns_of_d, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
+        sizes, steps = (
+            ((columns_of_d, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
+        )
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
             values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
@@ -103,7 +105,10 @@ def along_m(
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
     boxes_a = _boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
     boxes_b = _boxes(replace(spec, n=spec.groups * spec.n), spec.b, "b", strides, spec)
-    map_a, map_b = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"), Map(boxes_b(rules.columns_of_d(c.block_n)), "b")
+    map_a, map_b = (
+        Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"),
+        Map(boxes_b(rules.columns_of_d(c.block_n)), "b"),
+    )
     values: dict[str, Value] = {
         **groups.along_m_values(spec, c, strides),
         "map_a": map_a,
