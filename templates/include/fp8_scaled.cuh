@@ -302,8 +302,10 @@ struct Fp8Scaled {
 #pragma unroll
     for (u32 box = 0; box < Layout::kColumns; box += kBoxColumns) {
       float *gate = sums + box / 2, *up = gate + Layout::kColumns / 2;
-      Final::template finish<kBoxColumns, min_of(kBoxColumns, 32)>(kernel, gate, up, row, end, matrix, at.lane, kernel.n() / 2,
-                                                                   [&](u32 i) { return column + box + i; });
+      // Always true. The branch is for ptxas, which would otherwise move it above the product that has just been issued.
+      if (column < kernel.columns())
+        Final::template finish<kBoxColumns, min_of(kBoxColumns, 32)>(kernel, gate, up, row, end, matrix, at.lane, kernel.columns(),
+                                                                     [&](u32 i) { return column + box + i; });
       u32 words[Store::kWords];
       if constexpr (Tile::kElement == kE4m3) {
         Final::cast(kernel, gate, words, row, end, column / 128, matrix, at.lane);
