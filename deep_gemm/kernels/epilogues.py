@@ -74,7 +74,8 @@ class Parts:
         return parameters(found.removesuffix(", ")) if found else ()
 
     def values(self, strides: Strides) -> Mapping[str, Value]:
-        """The parameters' values, without pointers. The "stride" of alpha is its value."""
+        """The parameters' values, without pointers. The "stride" of alpha is its value. That of a group's FP8 scales is
+        how much further apart they are than its rows."""
         found: dict[str, Value] = {"alpha": strides["alpha"][0]} if self.alpha else {}
         if self.row_factor:
             found["row_factor_stride"] = strides["row_factor"][-1]
@@ -83,7 +84,8 @@ class Parts:
         if self.residual:
             found["residual_stride"] = strides["residual"][-2]
         if self.cast:
-            found |= zip(("sfd_stride_g", "sfd_stride_m", "sfd_stride_n"), strides["sfd"], strict=True)
+            *group, row, block = strides["sfd"]
+            found |= {"sfd_stride_g": group[0] if group else 0, "sfd_stride_m": row, "sfd_stride_n": block}
         return found
 
 

@@ -249,7 +249,7 @@ class Gemm(Operation):
             found.strides["alpha"] = (x.alpha,)  # type: ignore[assignment]
         if "sfd" in x.tensors:
             *group, row, block = x.tensors["sfd"].stride()
-            found.strides["sfd"] = (group[0] - x.m * row if group else 0, row, block)
+            found.strides["sfd"] = (*(each - x.m * row for each in group), row, block)
         majors = self.place(found, x)
         aligned = self.place_outputs(found, x)
         asked = spec(
