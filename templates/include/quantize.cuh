@@ -178,7 +178,7 @@ DG_DEVICE void load_rows(const QuantizedInput& from, u32 row, u32 column, EightE
 #pragma unroll
     for (u32 r = 0; r < kRows; ++r)
 #pragma unroll
-      for (u32 i = 0; i < 8; ++i) v[r].words[i] = __float_as_uint(silu_mul(element(words[r], i), element(others[r], i)));
+      for (u32 i = 0; i < 8; ++i) v[r].words[i] = __float_as_uint(silu(element(words[r], i)) * element(others[r], i));
   }
 }
 
