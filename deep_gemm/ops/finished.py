@@ -12,8 +12,8 @@ from torch import Tensor
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
-FUSED = ("row_factor", "bias", "residual")
-"""The tensors of an epilogue."""
+FUSED = ("row_factor", "bias", "residual", "sfd")
+"""The tensors of an epilogue, and the scales of a d of FP8."""
 
 _operators = getattr(torch.ops, operators.NAMESPACE)
 _traced: dict[str, Finished] = {}
@@ -56,7 +56,7 @@ class Finished(Operation):
     def __init__(self, kind: Callable[..., Operation], product: str) -> None:
         self.name, self._kind, self._product = f"{product}_epilogue", kind, product
         every = kind(product, True, FUSED)
-        self.operands, self.output = every.operands, every.output
+        self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
         required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
         self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
         self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]

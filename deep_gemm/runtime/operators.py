@@ -107,7 +107,7 @@ def schema(variants: Sequence[Operation]) -> str:
         optional = all(each.default is not REQUIRED for each in passed[index:])
         for name, part in _parts(parameter):
             kind = "Tensor" if parameter.type == _PAIR else _TYPES[parameter.type]
-            kind = f"Tensor({next(marks)}!)" if part in written else kind
+            kind = kind.replace("Tensor", f"Tensor({next(marks)}!)") if part in written else kind
             texts.append(f"{kind} {name}" + (_default(parameter) if optional else ""))
     return f"({', '.join(texts)}) -> ()"
 
