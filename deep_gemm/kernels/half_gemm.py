@@ -261,7 +261,7 @@ def _box_columns(config: GemmConfig, output: str) -> int:
     stored = 64 if config.swap_ab else config.block_n // config.cluster_k
     if output != "f32" and stored % 64 == 0:
         return 64
-    return next(columns for columns in (32, 16, 8) if stored % columns == 0)
+    return next((columns for columns in (32, 16) if stored % columns == 0), 8)
 
 
 def _stores_late(config: GemmConfig, output: str) -> bool:
