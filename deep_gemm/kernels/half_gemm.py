@@ -22,9 +22,6 @@ shapes (H100)."""
 CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
 """Cluster shapes: CTAs of a cluster along m, n and k."""
 
-SUM_CLUSTERS = (*CLUSTERS, (1, 1, 8))
-"""The same where several products are summed: D is small then and K is long."""
-
 REGISTERS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
 
@@ -80,7 +77,6 @@ class HalfGemm(Template):
 
     def __init__(self, swap_ab: bool = False, groups: str = "") -> None:
         self.swap_ab, self.groups = swap_ab, groups
-        self.clusters_of_ctas = SUM_CLUSTERS if groups == "sum" else CLUSTERS
         self.adds_residuals = not swap_ab
 
     @property
@@ -119,8 +115,8 @@ class HalfGemm(Template):
         """Tiles from 64x16 to 256x128 and 128x256, without clusters or in clusters of two or four, with one or two CTAs
         per SM. Swap-AB tiles have 64 to 256 rows of A and of B."""
         if self.swap_ab:
-            return itertools.product(range(64, 257, 8), CONSUMERS, self.clusters_of_ctas)
-        return itertools.product(CONSUMERS, range(16, 257, 16), self.clusters_of_ctas, (1, 2))
+            return itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS)
+        return itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
@@ -139,10 +135,10 @@ class HalfGemm(Template):
             return f"{c.height} rows of sums with {c.num_consumers} consumer warpgroups are not one of {CONSUMERS}"
         if c.width % step or not step <= c.width <= 256:
             return f"the width must be a multiple of {step} from {step} to 256, not {c.width}"
-        cluster, known = (c.cluster_m, c.cluster_n, c.cluster_k), self.clusters_of_ctas
-        if cluster not in known:
-            return f"sharing a tile by {' x '.join(map(str, cluster))} CTAs is not one of {known}"
-        if c.block_n % (step := 16 * min(c.cluster_k, 4)):
+        if (c.cluster_m, c.cluster_n, c.cluster_k) not in CLUSTERS:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
+        if c.block_n % (16 * c.cluster_k):
+            step = 16 * c.cluster_k
             return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
         if c.cluster_m * c.cluster_n > 1 and (c.block_m < 64 or c.block_n < 64):
             return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
@@ -166,11 +162,9 @@ class HalfGemm(Template):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
-        split K has no block, nor if one stores eight columns of 16 bits, less than `stmatrix` does."""
+        split K has no block."""
         splits = config.cluster_k * config.consumers_k
         if (splits > 1 or not spec.k) and splits > ceil_div(spec.k, self.block_k):
-            return False
-        if config.width % (16 * config.cluster_k) and spec.d.dtype != "f32" and not config.swap_ab:
             return False
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
             return False
@@ -261,7 +255,7 @@ def _box_columns(config: GemmConfig, output: str) -> int:
     stored = 64 if config.swap_ab else config.block_n // config.cluster_k
     if output != "f32" and stored % 64 == 0:
         return 64
-    return next((columns for columns in (32, 16) if stored % columns == 0), 8)
+    return 32 if stored % 32 == 0 else 16
 
 
 def _stores_late(config: GemmConfig, output: str) -> bool:

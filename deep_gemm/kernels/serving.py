@@ -241,8 +241,6 @@ HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 64, (1, 1, 4), 1),
     (64, 128, (1, 1, 4), 1),
-    (64, 64, (1, 1, 8), 1),
-    (64, 128, (1, 1, 8), 1),
     (128, 128, (1, 1, 1), 1),
     (128, 128, (1, 1, 4), 1),
 )

@@ -22,7 +22,7 @@ struct HalfGemmLayout {
   // Rows and columns of a tile's sums. One consumer has some m64 slices of the rows, and stores the columns that its split of K owns.
   enum : u32 { kHeight = kSwapped ? +kBlockN : +kBlockM, kWidth = kSwapped ? +kBlockM : +kBlockN };
   enum : u32 { kSlices = kHeight / (64 * kConsumers), kColumns = kWidth / kClusterK };
-  static_assert(kSlices * 64 * kConsumers == kHeight && kColumns % 8 == 0 && Mma::kN == kWidth);
+  static_assert(kSlices * 64 * kConsumers == kHeight && kColumns % (kSwapped ? 8 : 16) == 0 && Mma::kN == kWidth);
   static_assert(!kSwapped || (Tile::kTmaStore && Tile::kAccumulate == kNothing && kClusterK == 1 && Tile::kGrouping == kUngrouped));
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };

@@ -19,8 +19,8 @@ template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers,
 struct PartStore {
   using Out = Output<kElement>;
   enum : u32 { kWidest = 128 / Out::kBytes };
-  enum : u32 { kBoxColumns = kSwapped || kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : kWidth % 16 == 0 ? 16 : 8 };
-  static_assert(kSwapped ? Out::kBytes == 2 && kColumns % 8 == 0 : kElement == kF32 || kColumns % 16 == 0);
+  enum : u32 { kBoxColumns = kSwapped || kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : 16 };
+  static_assert(!kSwapped || (Out::kBytes == 2 && kColumns % 8 == 0));
   enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBoxes = ceil_div(kColumns, kBoxColumns), kParts = kSlices * kBoxes };
   enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };
