@@ -27,6 +27,7 @@ from .table import DTYPES, PRODUCTS, TORCH, spec
 TENSOR, PAIR = "Tensor", "tuple[Tensor, Tensor]"
 C = Parameter("c", "Tensor | None", None)
 COMPILED_DIMS = Parameter("compiled_dims", "str | None", None)
+NO_EPILOGUE = Parameter("epilogue", "Any", None, "refused")
 RECIPES = (
     Parameter("recipe", "tuple[int, int, int] | None", None),
     Parameter("recipe_a", "tuple[int, int] | None", None),
