@@ -38,6 +38,8 @@ _OVERLAP = (
 class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
+    kept = ("d",)  # rows past a group's last
+
     def __init__(self, name: str) -> None:
         self.is_masked = PRODUCTS[name].grouping == "masked"
         """Whether a and d have the group in front."""
