@@ -33,11 +33,13 @@ def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = A
     ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read."""
     count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     rows = ops.empty_output(count, width, "row", x.device)
-    _, scales = ops.empty_output(count, width, blocks, x.device, transposed=True)
-    length = align(count, TMA_BYTES)
-    fresh = torch.empty if length == count else torch.zeros
-    columns = fresh((width, length), dtype=torch.float8_e4m3fn, device=x.device)
-    ops.both(x, rows, (columns[:, :count], scales), "row", blocks, False, epsilon, gated)
+    scales = ops.empty_scales(count, width, blocks, x.device, transposed=True)
+    if count % TMA_BYTES == 0:
+        columns = written = torch.empty((width, count), dtype=torch.float8_e4m3fn, device=x.device)
+    else:
+        columns = torch.zeros((width, align(count, TMA_BYTES)), dtype=torch.float8_e4m3fn, device=x.device)
+        written = columns[:, :count]
+    ops.both(x, rows, (written, scales), "row", blocks, False, epsilon, gated)
     return rows, (columns, scales)
 
 

@@ -29,6 +29,7 @@ C = Parameter("c", "Tensor | None", None)
 SCALES_OF_D = "the scales of d"
 """What messages call the operand sfd."""
 COMPILED_DIMS = Parameter("compiled_dims", "str | None", None)
+NO_EPILOGUE = Parameter("epilogue", "Any", None, "refused")
 RECIPES = (
     Parameter("recipe", "tuple[int, int, int] | None", None),
     Parameter("recipe_a", "tuple[int, int] | None", None),

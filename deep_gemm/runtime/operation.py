@@ -92,6 +92,8 @@ class Operation(ABC):
     """The operand that is written, or the first of several."""
     outputs: tuple[str, ...] = ()
     """The operands that are written, if there are several."""
+    kept: tuple[str, ...] = ()
+    """Outputs that are read too, or of which some elements stay as they were."""
     apart: bool = True
     """Whether the output must share no memory with the other operands."""
     in_place: str = ""

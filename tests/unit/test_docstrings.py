@@ -13,7 +13,7 @@ import torch
 
 import deep_gemm
 
-MODULES = ("fused", "nn", "quantize")
+MODULES = ("compat", "fused", "nn", "quantize")
 """Public modules whose functions are counted too."""
 ELSEWHERE = {
     "CustomKernel": "deep_gemm.kernel makes it",

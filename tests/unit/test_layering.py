@@ -65,7 +65,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.nn",),
     # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
-    ("deep_gemm.backends",),
+    ("deep_gemm.backends", "deep_gemm.compat"),
     ("deep_gemm.aot",),
     ("deep_gemm.bench",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
