@@ -77,6 +77,13 @@ def test_each_kernel_is_listed_once_and_they_are_few(listed: list[KernelParams])
     assert 1000 <= len(listed) <= BUDGETS["shipped_kernels"]
 
 
+def test_they_stay_within_the_size_of_a_wheel(listed: list[KernelParams]) -> None:
+    """An estimate: the whole list takes ten minutes to build, which then holds the limit itself."""
+    took = BUDGETS["shipped_bytes"]
+    estimate = sum(took.get(params.kernel, took["other"]) for params in listed)
+    assert 0.6 * shipped.MOST_BYTES <= estimate <= shipped.MOST_BYTES
+
+
 def test_only_large_tables_and_what_callers_ask_for_are_left_to_the_jit(listed: list[KernelParams]) -> None:
     assert max(params.segments for params in listed) == shipped.MOST_ENTRIES
     assert {params.epilogue for params in listed} == {"none"}
