@@ -127,9 +127,8 @@ class FP8Linear(Linear, FP8Weights):
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Linear.product`."""
         if self.takes_gradient():
-            plain, turned = self.both()
             main = self.main_grad()
-            return products.FP8Product.apply(x, self.weight, *plain, *turned, dtype, main, self.weight_gradient)
+            return products.FP8Product.apply(x, *self.recorded(), dtype, main, self.weight_gradient)
         if torch.is_grad_enabled() and x.requires_grad:
             return products.FrozenFP8Product.apply(x, *self.plain(), dtype)
         return products.product(quantize.rows(x), self.plain(), dtype)
