@@ -1,0 +1,190 @@
+"""Layers over several ranks beside the same layers in one process; for tests with gloo and with NCCL."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from nn_cases import relative
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from deep_gemm.nn import BF16Linear, FP8Linear, MoE
+
+WIDTH, HIDDEN, TOKENS = 256, 512, 40
+Errors = dict[str, float]
+
+
+class Mlp(nn.Module):
+    """Two linear layers and an activation. The hidden features are divided."""
+
+    def __init__(self, make: Any, **options: Any) -> None:
+        super().__init__()
+        self.up, self.down = make(WIDTH, HIDDEN, **options), make(HIDDEN, WIDTH, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(nn.functional.silu(self.up(x)))
+        return y
+
+
+def mlp(kind: str, device: str) -> Mlp:
+    """The same weights on each rank. Of "stored" they are FP8 and take no gradient."""
+    torch.manual_seed(0)
+    plain = Mlp(nn.Linear)
+    bias = torch.randn(WIDTH)  # that of `Linear` is small, and an error would not show
+    with torch.no_grad():
+        plain.down.bias.copy_(bias)
+    if kind == "bf16":
+        made: Any = Mlp(BF16Linear)
+    else:
+        made = Mlp(FP8Linear, mode="inference" if kind == "stored" else "training")
+    made.load_state_dict(plain.state_dict())
+    return made.to(device)  # type: ignore[no-any-return]
+
+
+def step(model: nn.Module, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """A result and its gradients, whole."""
+    x = x.detach().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.backward(dy)
+    assert x.grad is not None
+    grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **grads}
+
+
+def whole(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
+
+
+def tokens(device: str, count: int = TOKENS, seed: int = 1) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    x, dy = (torch.randn(count, WIDTH).bfloat16().to(device) for _ in range(2))
+    return x, dy
+
+
+def errors(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Errors:
+    assert found.keys() == wanted.keys()
+    return {name: relative(found[name], wanted[name]) for name in wanted}
+
+
+def tensor_parallel(mesh: DeviceMesh, kind: str, sequence: bool) -> Errors:
+    """Relative differences from one process. With ``sequence`` each rank has some of the tokens before and after."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from deep_gemm.nn.parallel import ColwiseParallel, RowwiseParallel
+
+    model, (x, dy) = mlp(kind, mesh.device_type), tokens(mesh.device_type)
+    wanted = step(model, x, dy)
+    if mesh.get_rank():  # weights are those of rank 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.view(torch.uint8).zero_()
+    layouts = ({"input_layouts": Shard(0)}, {"output_layouts": Shard(0)}) if sequence else ({}, {})
+    plan = {"up": ColwiseParallel(**layouts[0]), "down": RowwiseParallel(**layouts[1])}
+    parallelize_module(model, mesh, plan)
+    rank, size = mesh.get_rank(), mesh.size()
+    part = slice(rank * TOKENS // size, (rank + 1) * TOKENS // size) if sequence else slice(None)
+    found = step(model, x[part], dy[part])
+    wanted |= {name: wanted[name][part] for name in ("y", "x")}
+    assert model.up.weight.to_local().shape == (HIDDEN // size, WIDTH)
+    if kind == "stored":
+        assert model.down.weight_scale_inv.to_local().shape == (WIDTH // 128, HIDDEN // 128 // size)
+    return errors(found, wanted)
+
+
+def tensor_parallel_refusals(mesh: DeviceMesh) -> list[str]:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from deep_gemm import InvalidInputError
+    from deep_gemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
+
+    def said(model: nn.Module, style: Any) -> str:
+        try:
+            parallelize_module(model, mesh, style)
+        except InvalidInputError as error:
+            return str(error)
+        return "nothing"
+
+    twice = parallelize_module(FP8Linear(WIDTH, HIDDEN), mesh, ColwiseParallel())
+    return [
+        said(FP8Linear(WIDTH, 128 * 9), ColwiseParallel()),
+        said(FP8Linear(144, WIDTH), RowwiseParallel()),
+        said(BF16Linear(WIDTH, 9), ColwiseParallel()),
+        said(MoE(64, 32, 3, 1), ExpertParallel()),
+        said(nn.ReLU(), ExpertParallel()),
+        said(twice, RowwiseParallel()),
+    ]
+
+
+def fully_sharded(mesh: DeviceMesh, way: str, weights: Any) -> tuple[Errors, dict[str, Any]]:
+    """Two steps of FSDP2 beside one process that has the tokens of all ranks, and what the layers say. ``way`` is "fp8"
+    or "plain"."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from deep_gemm.nn.parallel import gather_in_fp8
+
+    device, rank, ranks = mesh.device_type, mesh.get_rank(), mesh.size()
+    model = mlp("fp8", device).to(weights)
+    alone, seen = copy.deepcopy(model), {}
+    if way == "kept":
+        model.up.recast = model.down.recast = "when changed"
+    if way == "fp8":
+        seen["converted"] = gather_in_fp8(model, mesh).converted
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in (model.up, model.down, model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    rates = {"lr": 0.5}
+    mine, theirs = (torch.optim.SGD(x.parameters(), **rates) for x in (model, alone))
+    found: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for number in range(2):
+        batches = [tokens(device, seed=10 * number + each) for each in range(ranks)]
+        steps = [step(alone, *batch) for batch in batches]
+        found |= {f"{name} {number}": x for name, x in step(model, *batches[rank]).items()}
+        wanted |= {f"{name} {number}": steps[rank][name] for name in ("y", "x")}
+        for name, parameter in alone.named_parameters():
+            mean = torch.stack([each[name].float() for each in steps]).mean(0)
+            wanted[f"{name} {number}"] = mean
+            parameter.grad = mean.to(parameter.dtype)
+        mine.step()
+        theirs.step()
+    ended = {name: whole(x.detach()) for name, x in model.named_parameters()}
+    found |= ended
+    wanted |= {name: x.detach() for name, x in alone.named_parameters()}
+    seen["local rows"] = model.up.weight.to_local().shape[0]
+    seen["types"] = {type(x).__name__ for x in ended.values()}
+    return errors(found, wanted), seen
+
+
+def expert_parallel(mesh: DeviceMesh, chosen: str, experts: int = 4) -> bool:
+    """Whether results and gradients have the bits of one process that has the tokens of all ranks."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from deep_gemm.nn.parallel import ExpertParallel
+
+    device, rank, size = mesh.device_type, mesh.get_rank(), mesh.size()
+    torch.manual_seed(0)
+    layer = MoE(WIDTH, 128, experts, 2).to(device)
+    counts = [TOKENS + 7 * each if chosen != "no tokens" or each == 0 else 0 for each in range(size)]
+    batches = [tokens(device, count, seed) for seed, count in enumerate(counts)]
+    if chosen == "one rank":
+        with torch.no_grad():  # the first experts get all
+            layer.router.weight.zero_()
+    alone = step(layer, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
+    with torch.inference_mode():
+        whole_y = layer(torch.cat([x for x, _ in batches]))
+    parallelize_module(layer, mesh, ExpertParallel())
+    found = step(layer, *batches[rank])
+    begin = sum(counts[:rank])
+    own = slice(begin, begin + counts[rank])
+    with torch.inference_mode():
+        assert torch.equal(layer(batches[rank][0]), whole_y[own])
+    torch.distributed.all_reduce(found["router.weight"])
+    torch.testing.assert_close(found.pop("router.weight"), alone.pop("router.weight"), rtol=1e-4, atol=1e-5)
+    same = {name: torch.equal(found[name], alone[name][own] if name in ("y", "x") else alone[name]) for name in alone}
+    assert layer.down.weight.to_local().shape[0] == experts // size
+    assert all(same.values()), same
+    return True
