@@ -12,6 +12,9 @@ from typing import Any
 GROUP_SECONDS, SECONDS = 40, 80
 """After which a collective fails that a rank misses, and after which a test gives up."""
 
+PRELOAD = ["deep_gemm.nn", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+"""What ranks need and takes seconds to import. They are forked from a process that has it."""
+
 
 def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "cpu") -> list[Any]:
     """The results of ``job(device mesh, *arguments)`` of each rank. A rank that raises fails the test with its text."""
@@ -19,7 +22,7 @@ def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor.parallel", "torch.distributed.fsdp", "deep_gemm.nn"])
+    context.set_forkserver_preload(PRELOAD)
     pipes: list[Connection] = []
     processes = []
     try:

@@ -49,7 +49,7 @@ class Linear(nn.Module):
         y = self.product(casts.row_major(x.reshape(-1, width)), dtype)
         if self.bias is not None and self.shards[1] == 1:  # otherwise it is added to the sum of all ranks
             y = y.add_(own(self.bias))
-        return y.view(*x.shape[:-1], out)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

@@ -148,7 +148,9 @@ def _why_not_gathered(layer: FP8Linear, ranks: int) -> str:
 
 def _ranks(mesh: DeviceMesh) -> int:
     if mesh.ndim != 1:
-        raise InvalidInputError(f"mesh must have one dimension, but it has {mesh.ndim}: pass mesh[NAME] of one of them.")
+        raise InvalidInputError(
+            f"mesh must have one dimension, but it has {mesh.ndim}: pass mesh[NAME] of one of them."
+        )
     return mesh.size()
 
 
@@ -174,9 +176,7 @@ def _shard(layer: nn.Module, name: str, mesh: DeviceMesh, place: Placement, sour
     sharded = distribute_tensor(bits, mesh, [place], src_data_rank=source)
     if is_fp8:
         local = sharded.to_local().view(E4M3)
-        sharded = DTensor.from_local(
-            local, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        sharded = DTensor.from_local(local, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
     layer.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
