@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
-GROUP_SECONDS, SECONDS = 40, 80
-"""After which a collective fails that a rank misses, and after which a test gives up."""
+GROUP_SECONDS = 60
+"""After which a collective fails that a rank misses."""
+SECONDS = {"cpu": 90, "cuda": 240}
+"""After which a test gives up. On GPUs kernels are compiled."""
 
 PRELOAD = ["deep_gemm.nn", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 """What ranks need and takes seconds to import. They are forked from a process that has it."""
@@ -25,6 +28,7 @@ def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "
     context.set_forkserver_preload(PRELOAD)
     pipes: list[Connection] = []
     processes = []
+    end = time.monotonic() + SECONDS[device]
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
@@ -34,7 +38,7 @@ def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        found = [_answer(pipe) for pipe in pipes]
+        found = [_answer(pipe, end) for pipe in pipes]
     finally:
         for process in processes:
             process.kill()
@@ -44,8 +48,8 @@ def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "
     return [result for _, result in found]
 
 
-def _answer(pipe: Connection) -> tuple[bool, Any]:
-    if not pipe.poll(SECONDS):
+def _answer(pipe: Connection, end: float) -> tuple[bool, Any]:
+    if not pipe.poll(max(0.0, end - time.monotonic())):
         return True, "a rank hangs"
     try:
         answer: tuple[bool, Any] = pipe.recv()

@@ -39,28 +39,28 @@ class Sharded(Tensor):
     FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which is its interface for such tensors.
     """
 
-    inner: Tensor
+    part: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Sharded:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=inner.device
+    def __new__(cls, part: Tensor) -> Sharded:
+        made = Tensor._make_wrapper_subclass(
+            cls, part.shape, part.stride(), part.storage_offset(), dtype=part.dtype, device=part.device
         )
-        made.inner = inner
-        return made  # type: ignore[no-any-return]
+        made.part = part
+        return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain, named = tree_map_only(Sharded, lambda x: x.inner, (args, kwargs or {}))
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        plain, named = tree_map_only(Sharded, lambda x: x.part, (args, kwargs or {}))
         found = func(*plain, **named)
-        if args and isinstance(args[0], Sharded) and found is args[0].inner:
+        if args and isinstance(args[0], Sharded) and found is args[0].part:
             return args[0]  # an operation in place
         return tree_map_only(Tensor, Sharded, found) if func in _KEEP_THEIR_CLASS else found
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Sharded({self.inner!r})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Sharded({self.part!r})"
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -68,7 +68,7 @@ class Sharded(Tensor):
         """What is gathered: E4M3 values of the shard, as bytes, and their scales."""
         if wrong := why_not_divided("The number of rows", outer_size[0], mesh.size()):
             raise InvalidInputError(f"{wrong}. Call gather_in_fp8 with the mesh that fully_shard gets.")
-        values, scales = quantize.blocks(self.inner)
+        values, scales = quantize.blocks(self.part)
         return (values.view(torch.uint8), scales), None
 
     def fsdp_post_all_gather(
@@ -105,14 +105,14 @@ class Gathered(Tensor):
     @staticmethod
     def __new__(cls, pair: Quantized, dtype: torch.dtype) -> Gathered:
         values = pair[0]
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
         made.pair = pair
-        return made  # type: ignore[no-any-return]
+        return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         x = args[0]
         if func in (aten.detach.default, aten.alias.default) or (
             func is aten.as_strided.default and tuple(args[1]) == tuple(x.shape)
@@ -125,7 +125,7 @@ class Gathered(Tensor):
             "the forward and backward pass, when it is sharded."
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Gathered({tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def transposed(self) -> Quantized:

@@ -71,7 +71,7 @@ class RowwiseParallel(styles.RowwiseParallel):
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             return _local(_laid_out(args[0], device_mesh, self.input_layouts, (Shard(-1),))), *args[1:]
 
-        def after(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
+        def after(module: Any, args: tuple[Any, ...], y: Tensor) -> Tensor:
             bias = module.bias if module.shards[1] > 1 else None  # of one rank it is added
             return _result(y, device_mesh, (Partial(),), self.output_layouts, self.use_local_output, bias)
 
@@ -81,12 +81,12 @@ class RowwiseParallel(styles.RowwiseParallel):
 
 
 class ExpertParallel(styles.ParallelStyle):
-    """Divides the experts of a `MoE` among ranks. Each rank calls the layer with tokens of its own. They are sent to the
-    ranks of their experts, and results back. The router stays whole: add its gradients as those of any replicated layer
-    are added.
+    """Divides the experts of a `MoE` among ranks. Each rank calls the layer with tokens of its own. They are sent to
+    the ranks of their experts, and results back. The router stays whole: add its gradients as those of any replicated
+    layer are added.
 
-    Results and gradients have the bits of one process that has the tokens of all ranks in order. A call waits for the
-    GPU once: the host must know how many rows it sends.
+    Results and gradients are those of one process that has the tokens of all ranks in order. A call waits for the GPU
+    once: the host must know how many rows it sends.
 
     Raises InvalidInputError if the number of ranks does not divide that of experts.
 
@@ -110,9 +110,9 @@ def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> Report:
     """Have FSDP2 gather the weights of the `FP8Linear` layers of ``model`` in FP8, and say of which. Call it before
     ``fully_shard``, with the mesh that that gets.
 
-    Each rank keeps its shard of the weight in 16 or 32 bits, for the optimizer, and casts it before it is gathered: half
-    of the bytes of bfloat16 move, and each weight is cast once, not by every rank. Results are those of a whole weight:
-    a shard must have a multiple of 128 rows. Other layers are gathered as they are; the report gives the reason.
+    Each rank keeps its shard of the weight in 16 or 32 bits, for the optimizer, and casts it before it is gathered:
+    half of the bytes of bfloat16 move, and each weight is cast once, not by every rank. Results are those of a whole
+    weight: a shard must have a multiple of 128 rows. Other layers are gathered as they are; the report says why.
 
     Raises InvalidInputError.
 
