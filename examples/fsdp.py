@@ -53,7 +53,7 @@ class Block(nn.Module):
 def shard(model: nn.Module, mesh: DeviceMesh, in_fp8: bool) -> nn.Module:
     """``model`` with its weights sharded, block by block."""
     if in_fp8:
-        gather_in_fp8(model, mesh)
+        gather_in_fp8(model, mesh.size())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in model.children():
         fully_shard(block, mesh=mesh, mp_policy=policy)

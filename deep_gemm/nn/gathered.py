@@ -67,7 +67,7 @@ class Sharded(Tensor):
     ) -> tuple[tuple[Tensor, ...], None]:
         """What is gathered: E4M3 values of the shard, as bytes, and their scales."""
         if wrong := why_not_divided("The number of rows", outer_size[0], mesh.size()):
-            raise InvalidInputError(f"{wrong}. Call gather_in_fp8 with the mesh that fully_shard gets.")
+            raise InvalidInputError(f"{wrong}. Call gather_in_fp8 with the number of ranks of fully_shard.")
         values, scales = quantize.blocks(self.part)
         return (values.view(torch.uint8), scales), None
 

@@ -21,7 +21,7 @@ from deep_gemm.nn.linear import FP8Linear, Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.stored import E4M3
 from deep_gemm.spec import SCALE_BLOCK
-from deep_gemm.tensors import kind_of
+from deep_gemm.tensors import kind_of, shown
 
 __all__ = ["ColwiseParallel", "ExpertParallel", "RowwiseParallel", "gather_in_fp8"]
 
@@ -106,9 +106,9 @@ class ExpertParallel(styles.ParallelStyle):
         return module
 
 
-def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> Report:
+def gather_in_fp8(model: nn.Module, ranks: int) -> Report:
     """Have FSDP2 gather the weights of the `FP8Linear` layers of ``model`` in FP8, and say of which. Call it before
-    ``fully_shard``, with the mesh that that gets.
+    ``fully_shard``, with the number of ranks that will share a weight.
 
     Each rank keeps its shard of the weight in 16 or 32 bits, for the optimizer, and casts it before it is gathered:
     half of the bytes of bfloat16 move, and each weight is cast once, not by every rank. Results are those of a whole
@@ -116,14 +116,14 @@ def gather_in_fp8(model: nn.Module, mesh: DeviceMesh) -> Report:
 
     Raises InvalidInputError.
 
-    >>> mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-    >>> model = torch.nn.Sequential(deep_gemm.nn.FP8Linear(256, 512))
-    >>> deep_gemm.nn.parallel.gather_in_fp8(model, mesh).converted
+    >>> model = torch.nn.Sequential(deep_gemm.nn.FP8Linear(256, 512), deep_gemm.nn.FP8Linear(512, 128))
+    >>> deep_gemm.nn.parallel.gather_in_fp8(model, ranks=2).converted
     ('0',)
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")
-    ranks = mesh.size(-1)  # of a mesh with two dimensions, the first replicates
+    if not isinstance(ranks, int) or ranks < 1:
+        raise InvalidInputError(f"ranks must be an integer of at least 1, but it is {shown(ranks)}.")
     converted, kept = [], {}
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Linear):
