@@ -11,26 +11,9 @@ from torch.utils._pytree import tree_map_only
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.quantize import Quantized
-from deep_gemm.spec import SCALE_BLOCK
+from deep_gemm.runtime.sharding import why_not_divided
 
 aten = torch.ops.aten
-
-
-def legal_degrees(size: int, block: int = SCALE_BLOCK) -> list[int]:
-    """Numbers of ranks among which ``size`` can be divided, in parts that are multiples of ``block``."""
-    blocks = 0 if size % block else size // block
-    return [1, *(degree for degree in range(2, blocks + 1) if blocks % degree == 0)]
-
-
-def why_not_divided(what: str, size: int, degree: int, block: int = SCALE_BLOCK) -> str:
-    """Why ``size`` cannot be divided among ``degree`` ranks, as a sentence without its end; "" if it can."""
-    legal = legal_degrees(size, block)
-    if degree in legal:
-        return ""
-    listed = ", ".join(map(str, legal))
-    part = f"{size} / {degree}" + ("" if size % degree else f" = {size // degree}")
-    must = f"a multiple of {block}, the size of a block of scales" if block > 1 else "a whole number"
-    return f"{what} of a shard must be {must}, but it is {part}. Legal numbers of ranks are {listed}"
 
 
 class Sharded(Tensor):

@@ -16,10 +16,11 @@ from torch.distributed.tensor import parallel as styles
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.convert import Report
 from deep_gemm.nn.exchange import Exchange
-from deep_gemm.nn.gathered import Sharded, why_not_divided
+from deep_gemm.nn.gathered import Sharded
 from deep_gemm.nn.linear import FP8Linear, Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.stored import E4M3
+from deep_gemm.runtime.sharding import why_not_divided
 from deep_gemm.spec import SCALE_BLOCK
 from deep_gemm.tensors import kind_of, shown
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import divided_cases
 import parallel_cases as cases
 import pytest
 import spawned
@@ -46,6 +47,11 @@ def test_fsdp_trains_as_one_gpu_does(way: str, weights: Any) -> None:
 @pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens"])
 def test_divided_experts_compute_what_one_gpu_does(chosen: str) -> None:
     for errors in spawned.run(cases.expert_parallel, chosen, device="cuda"):
+        check(errors)
+
+
+def test_products_of_dtensors_are_those_of_one_gpu() -> None:
+    for errors in spawned.run(divided_cases.products, device="cuda"):
         check(errors)
 
 
