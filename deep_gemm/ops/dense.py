@@ -38,6 +38,12 @@ class Dense(Gemm):
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
         self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`."""
+        form = form or "nt"
+        a, b = "mk" if form[0] == "n" else "km", "nk" if form[1] == "t" else "kn"
+        return {"a": a, "b": b, "c": "mn", "d": "mn", "row_factor": "m", "bias": "n", "residual": "mn"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
 

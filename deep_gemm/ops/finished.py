@@ -70,6 +70,10 @@ class Finished(Operation):
     def _operation(self, given: Mapping[str, Any]) -> Operation:
         return self._kind(self._product, given.get("c") is not None, _present(given))
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """As the operation's. K is whole: an epilogue takes finished sums."""
+        return {name: own.replace("k", "K") for name, own in self._kind(self._product, True, FUSED).axes(form).items()}
+
     def check(self, *arguments: Any, **named: Any) -> Any:
         """As the operation for the tensors that are given."""
         given = self.given(arguments, named)
