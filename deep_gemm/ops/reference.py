@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
@@ -56,6 +56,8 @@ class Finish:
     clamp: float | None = None
     sfd: Tensor | None = None
     power_of_two: bool = False
+    own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
+    """In place of an activation: a user's, of sums and ``where``."""
 
     @property
     def needs_rows(self) -> bool:
@@ -83,6 +85,7 @@ class Finish:
             x = torch.nn.functional.silu(gate) * up
             return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
+        x = x if self.own is None else self.own(x, where)
         return x if self.residual is None else x + self.residual[where]
 
     def write(self, d: Tensor, where: tuple[slice, slice], product: Tensor, c: Tensor | None = None) -> None:
