@@ -21,7 +21,7 @@ from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, device_values, layouts, scales
 from .checks import MAX_SIZE, shape_of
-from .gemm import TENSOR, Gemm, GemmOperands
+from .gemm import NO_EPILOGUE, TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
 from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 
@@ -38,6 +38,8 @@ _OVERLAP = (
 class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
+    kept = ("d",)  # rows past a group's last
+
     def __init__(self, name: str) -> None:
         self.is_masked = PRODUCTS[name].grouping == "masked"
         """Whether a and d have the group in front."""
@@ -47,15 +49,22 @@ class MGrouped(Gemm):
         tensors = *self.first, Parameter(self.layout, TENSOR)
         if self.is_masked:
             overlap = _OVERLAP if self.is_scaled else ()
-            self.parameters = (*tensors, Parameter("expected_m", "int"), *self.options, *overlap)
+            self.parameters = (*tensors, Parameter("expected_m", "int"), *self.options, NO_EPILOGUE, *overlap)
             return
         self.parameters = (
             *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
             Parameter("ensure_zero_padding", "bool", True, "before"),
             Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
+            NO_EPILOGUE,
             Parameter("alignment", "int", 1, "added"),
             Parameter("form", "str", "nt", "added"),
         )
+
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
+        if self.is_masked:
+            return {"a": "gMk", "b": "gnk", "d": "gMn", self.layout: "g"}
+        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", self.layout: "M"}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.
@@ -65,6 +74,7 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         asked, dims = self.check_options(given)
+        checks.refuse_epilogue(given["epilogue"])
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
