@@ -40,6 +40,7 @@ _CONSTANTS = {
     "bf16": "kBf16",
     "f16": "kF16",
     "f32": "kF32",
+    "e4m3": "kE4m3",
     "reads": "kReads",
     "reduces": "kReduces",
     "contiguous": "kIndex",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
+from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops import quantize as ops
 from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.ops.layouts import TMA_BYTES
@@ -46,6 +47,11 @@ def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = A
 def gradients(dy: Tensor) -> tuple[Quantized, Quantized]:
     """`tokens` of the gradient of an output. The mean over many tokens makes gradients small: none is too small."""
     return tokens(row_major(dy), "column", epsilon=0.0)
+
+
+def transposed(w: Tensor) -> Quantized:
+    """The transpose of weights (out, in) in E4M3, with scales of 128 x 128."""
+    return w.transposed() if isinstance(w, Gathered) else quantize.blocks_transposed(w)
 
 
 def weights(w: Tensor) -> tuple[Quantized, Quantized]:

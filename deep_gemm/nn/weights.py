@@ -37,6 +37,12 @@ def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
     return ""
 
 
+def own(parameter: Any) -> Any:
+    """What this rank has of a parameter: the shard of a DTensor, through which gradients pass, or the parameter."""
+    whole = type(parameter) is nn.Parameter or not hasattr(parameter, "to_local")
+    return parameter if whole else parameter.to_local()
+
+
 class FP8Weights(nn.Module):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
@@ -57,6 +63,9 @@ class FP8Weights(nn.Module):
         if wrong := why_not(shape[-1], shape[-2], dtype):
             raise InvalidInputError(f"{wrong}.")
         super().__init__()
+        self.is_resharded = False
+        """Whether FSDP2 gathers the weight for each pass. It writes to the same memory without counting versions, so
+        that no cast is kept; backward makes one of its own, since one that is saved would stay whole in memory."""
         self.out_features, self.in_features = shape[-2:]
         self.mode, self.recast, self.fuse_wgrad_accumulation = mode, recast, fuse_wgrad_accumulation
         self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
@@ -64,6 +73,12 @@ class FP8Weights(nn.Module):
             self.set_stored(stored.empty(shape, device))
         else:
             self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 sets the weight: its gathered one before a pass, and the shard after it."""
+        if name == "weight" and hasattr(value, "to_local"):
+            self.is_resharded = True
+        super().__setattr__(name, value)
 
     def set_stored(self, weight: Quantized) -> None:
         """Make E4M3 values and their scales the parameters."""
@@ -77,20 +92,31 @@ class FP8Weights(nn.Module):
     def plain(self) -> Quantized:
         """The weight in FP8."""
         if self.mode == "inference":
-            return self.weight, self.weight_scale_inv
-        return self._kept()[0] if self._keeps() else stored.cast(self.weight)
+            return own(self.weight), own(self.weight_scale_inv)
+        return self._kept()[0] if self._keeps() else stored.cast(own(self.weight))
 
     def both(self) -> tuple[Quantized, Quantized]:
         """The weight in FP8, and its transpose."""
-        return self._kept() if self._keeps() else casts.weights(self.weight.detach())
+        return self._kept() if self._keeps() else casts.weights(own(self.weight).detach())
+
+    def recorded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it."""
+        weight = own(self.weight)
+        if self.is_resharded:
+            return weight, *stored.cast(weight), None, None
+        plain, turned = self.both()
+        return weight, *plain, *turned
 
     def _keeps(self) -> bool:
-        return self.recast == "when changed" and not (torch.compiler.is_compiling() or self.weight.is_inference())
+        if self.recast != "when changed" or self.is_resharded:
+            return False
+        return not (torch.compiler.is_compiling() or self.weight.is_inference())
 
     def _kept(self) -> tuple[Quantized, Quantized]:
-        key = self.weight._version, self.weight.data_ptr(), self.weight.dtype
+        weight = own(self.weight).detach()
+        key = self.weight._version, weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0] != key:
-            self._cast = key, casts.weights(self.weight.detach())
+            self._cast = key, casts.weights(weight)
         return self._cast[1]
 
     def main_grad(self) -> Tensor | None:
@@ -135,4 +161,4 @@ def find_main_grad(weight: Any) -> Tensor:
             + (f"it is {found.dtype} {tuple(found.shape)}." if isinstance(found, Tensor) else "there is none.")
             + " Set layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)."
         )
-    return found
+    return own(found)

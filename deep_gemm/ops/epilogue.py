@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deep_gemm.kernels.epilogues import Parts
-from deep_gemm.ops.reference import ACTIVATIONS
+from deep_gemm.ops.reference import ACTIVATIONS, SWIGLU
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
 from .table import DTYPES
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_CLAMP = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,18 +26,32 @@ class Epilogue:
 
     ``d = activation(alpha * row_factor * (a @ b^T) + c + bias) + residual``, from left to right.
 
+    "swiglu" takes two halves of the product, gate and up, of which b has the rows one after the other: with
+    ``[gate, up] = alpha * (a @ b^T) + bias`` and b of 2 I rows, d has I columns::
+
+        d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
+
+    There row_factor, such as a router's weights, is a factor of the result. d may be a pair (values, scales), E4M3
+    (M, I) and float32 (M, I / 128): the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. Of
+    GEMMs' operands, scales with contiguous columns are read without a copy: `deep_gemm.quantize.rows` and
+    `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version computes swiglu for FP8 with scales of 1 x 128
+    and 128 x 128, with I a multiple of 128.
+
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.
 
     Args:
         bias: (N,) float32, bfloat16 or float16, contiguous. With groups along M, (G, N): a row for each group.
         activation: "silu", "gelu" (by tanh, as ``approximate="tanh"`` in torch), "gelu_erf" (torch's default),
-            "relu", or "relu2", the square of relu.
+            "relu", "relu2", the square of relu, or "swiglu", which combines with neither c nor residual.
         alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
             others, which is read when the kernel runs.
         residual: what is added after the activation, of d's dtype, shape and number of dimensions, row-major. It may be
             d itself (the same address, shape and strides), unless c is given too.
         row_factor: (M,) float32, a factor of each row's products, with any stride: in the masked form (G, max_m).
+        clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
+            number is another kernel.
+        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two.
 
     Raises:
         InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
@@ -54,18 +69,22 @@ class Epilogue:
     alpha: float | Tensor | None = None
     residual: Tensor | None = None
     row_factor: Tensor | None = None
+    clamp: float | None = None
+    use_ue8m0: bool = False
     text: str = field(init=False, repr=False)
+    fp8_text: str = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
-    ACTIVATIONS: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+    ACTIVATIONS: ClassVar[tuple[str, ...]] = (*ACTIVATIONS, SWIGLU)
 
     def __post_init__(self) -> None:
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
+        if self.activation is not None and self.activation not in self.ACTIVATIONS:
+            known = ", ".join(map(repr, self.ACTIVATIONS))
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
+        self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
             if rows is not None:
@@ -93,10 +112,32 @@ class Epilogue:
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
-        text = str(Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None))
+        clamp = None if self.clamp is None else float(self.clamp)
+        parts = Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None, clamp)
+        cast = replace(parts, cast="ue8m0" if self.use_ue8m0 else "1x128")
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        for name, value in (("text", text), ("number", number), ("tensors", tensors)):
+        texts = {"text": str(parts), "fp8_text": str(cast)}
+        for name, value in (*texts.items(), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
+
+    def _check_gate(self) -> None:
+        """Check what swiglu alone has, and what it cannot have."""
+        if not isinstance(self.use_ue8m0, bool):
+            raise InvalidInputError(f"use_ue8m0 must be True or False, but it is {shown(self.use_ue8m0)}.")
+        if self.activation != SWIGLU:
+            if self.clamp is not None:
+                raise InvalidInputError(
+                    f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
+                )
+            return
+        if self.clamp is not None and not (_is_number(self.clamp) and 0 <= float(self.clamp) <= _MAX_CLAMP):
+            raise InvalidInputError(
+                f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
+            )
+        if self.residual is not None:
+            raise UnsupportedError("swiglu and a residual cannot be combined. Add the residual after the call.")
+        if isinstance(self.alpha, Tensor):
+            raise UnsupportedError("alpha must be a number with swiglu, not a tensor. Multiply the scales of a by it.")
 
 
 def _is_number(value: Any) -> bool:

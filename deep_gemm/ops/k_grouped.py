@@ -63,6 +63,13 @@ class KGrouped(Gemm):
         self.absent = () if accumulates else ("c",)
         self.settings = ("check",)
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Flat values have no rows or columns that could be divided."""
+        if self.is_scaled and not self.is_padded:
+            return {}
+        a, b = ("mK", "nK") if self.is_padded else ("Km", "Kn")
+        return {"a": a, "b": b, "c": "Gmn", "d": "Gmn", LAYOUT: "G"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)

@@ -60,6 +60,12 @@ class MGrouped(Gemm):
             Parameter("form", "str", "nt", "added"),
         )
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
+        if self.is_masked:
+            return {"a": "gMk", "b": "gnk", "d": "gMn", self.layout: "g"}
+        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", self.layout: "M"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.
 

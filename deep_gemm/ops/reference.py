@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.cast_reference import dequantise
+from deep_gemm.ops.cast_reference import cast_blocks, dequantise
 from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
 
@@ -24,6 +24,9 @@ Scalings: TypeAlias = tuple[Scaling, Scaling]
 """The scalings of A and of B."""
 
 BLOCKS: Scalings = ("1x128", "128x128")
+
+Block: TypeAlias = tuple[slice, slice, Tensor]
+"""Rows, columns, and their part of a product."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
@@ -36,28 +39,61 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
+SWIGLU = "swiglu"
+"""The activation of a product whose columns are those of a gate, and then those of up: silu(gate) * up."""
+
+
 @record(frozen=True, eq=False)
 class Finish:
-    """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of D."""
+    """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of the product. If D is FP8, ``sfd``
+    are its scales, powers of two if ``power_of_two``."""
 
     activation: str = ""
     alpha: float = 1.0
     row_factor: Tensor | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
+    clamp: float | None = None
+    sfd: Tensor | None = None
+    power_of_two: bool = False
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it needs whole rows of the product."""
+        return self.activation == SWIGLU or self.sfd is not None
 
     def __call__(self, product: Tensor, where: tuple[slice, slice], c: Tensor | None = None) -> Tensor:
-        """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C."""
+        """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C. With
+        SwiGLU row_factor is a factor of the result."""
         rows, columns = where
         factor = torch.tensor(self.alpha, dtype=torch.float32)
+        each = None
         if self.row_factor is not None:
             each = self.row_factor if self.row_factor.numel() == 1 else self.row_factor[rows]
-            factor = each.reshape(-1, 1) * factor
+            each = each.reshape(-1, 1)
+        if each is not None and self.activation != SWIGLU:
+            factor = each * factor
         x = product.float() * factor.to(product.device)
         x = x if c is None else x + c
         x = x if self.bias is None else x + self.bias[columns]
+        if self.activation == SWIGLU:
+            gate, up = x.chunk(2, dim=1)
+            if self.clamp is not None:
+                gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+            x = torch.nn.functional.silu(gate) * up
+            return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
         return x if self.residual is None else x + self.residual[where]
+
+    def write(self, d: Tensor, where: tuple[slice, slice], product: Tensor, c: Tensor | None = None) -> None:
+        """Round the result to d's dtype. `needs_rows`: ``where`` is all of d."""
+        x = self(product, where, c)
+        if self.sfd is None:
+            (d if self.needs_rows else d[where]).copy_(x)
+            return
+        values, scales = cast_blocks(x, 1, SCALE_BLOCK, self.power_of_two)
+        d.view(torch.uint8).copy_(values.view(torch.uint8))
+        self.sfd.copy_(scales)
 
 
 def fp8_gemm_reference(
@@ -73,14 +109,26 @@ def fp8_gemm_reference(
     """Write ``(c +) (a * sfa) @ (b * sfb)^T``, or its `Finish`, into ``d``, rounded once to d's dtype. Shapes are those
     of `fp8_gemm_nt`; c (M, N) may be d."""
     with plain_arithmetic(a.device):
-        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling):
+        blocks = _product_blocks(a, sfa, b, sfb, torch.float64, scaling)
+        for rows, columns, block in _as_needed(blocks, (a.shape[0], b.shape[0]), finish):
             _write(d, (rows, columns), block, c, finish)
+
+
+def _as_needed(blocks: Iterator[Block], shape: tuple[int, int], finish: Finish | None) -> Iterator[Block]:
+    """The blocks of a product of this shape, or all of it in float32 if its `Finish` needs whole rows."""
+    if finish is None or not finish.needs_rows:
+        yield from blocks
+        return
+    whole = torch.empty(shape, dtype=torch.float32)
+    for rows, columns, block in blocks:
+        whole[rows, columns] = block
+    yield slice(None), slice(None), whole
 
 
 def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | None, finish: Finish | None) -> None:
     added = None if c is None else c[where]
     if finish is not None:
-        d[where].copy_(finish(block, where, added))
+        finish.write(d, where, block, added)
     else:
         d[where].copy_(block if added is None else block + added)
 
@@ -103,14 +151,18 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
     floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements
     are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
     (m, k), n = a.shape, b.shape[0]
-    with plain_arithmetic(a.device):
+
+    def blocks() -> Iterator[Block]:
         step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
         step_m = max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1))
         for n0 in range(0, n, step_n):
             b_t = b[n0 : n0 + step_n].double().t()
             for m0 in range(0, m, step_m):
-                block = a[m0 : m0 + step_m].double() @ b_t
-                _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, finish)
+                yield slice(m0, m0 + step_m), slice(n0, n0 + step_n), a[m0 : m0 + step_m].double() @ b_t
+
+    with plain_arithmetic(a.device):
+        for rows, columns, block in _as_needed(blocks(), (m, n), finish):
+            _write(d, (rows, columns), block, c, finish)
 
 
 def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None, sfb: Tensor | None = None) -> None:
@@ -162,7 +214,7 @@ def _product_blocks(
     dtype: torch.dtype,
     scaling: Scalings,
     elementwise: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[tuple[slice, slice, Tensor]]:
+) -> Iterator[Block]:
     """The product in blocks (rows, columns, values), so that memory is bounded for any size."""
 
     def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:

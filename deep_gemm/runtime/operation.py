@@ -114,6 +114,11 @@ class Operation(ABC):
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """The dimensions of tensor arguments by letters, as einsum writes them: small ones may be divided among ranks,
+        in all operands that have them. Empty if nothing may be: see `sharding`."""
+        return {}
+
     @functools.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
         """The parameters of `check`."""

@@ -11,6 +11,7 @@ and leaves all of them as they are: it returns tensors like those that the first
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
-from deep_gemm.tensors import is_fake
+from deep_gemm.tensors import is_fake, is_sharded
 
 NAMESPACE = "deep_gemm_jit"
 
@@ -60,6 +61,15 @@ def register(name: str) -> int:
             if name not in _libraries:
                 variants, entry = _entries[name]
                 _define(name, schema(variants), _real(variants, entry), _fake(variants))
+    if name not in _divided and "torch.distributed.tensor" in sys.modules:
+        with _lock.lock:
+            if name not in _divided:
+                from deep_gemm.runtime import sharding
+
+                first = _entries[name][0][0]
+                parts = [part for parameter in _passed(first) for part in _parts(parameter)]
+                sharding.register(name, _libraries[name], first, parts)
+                _divided.add(name)
     return 0
 
 
@@ -74,6 +84,8 @@ def _define(name: str, arguments: str, real: Callable[..., Any], fake: Callable[
 
 _libraries: dict[str, torch.library.Library] = {}
 """By operator, which lives as long as its library."""
+_divided: set[str] = set()
+"""The operators that know what to do with DTensors, which not every process has."""
 
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """What `torch.compiler.assume_constant_result` sets, without importing Dynamo: a trace calls `register`."""
@@ -92,11 +104,10 @@ def register_all() -> tuple[str, ...]:
 
 
 def is_recorded(arguments: Sequence[Any]) -> bool:
-    """Whether a call belongs to a program that is exported without reading our code: its tensors are fake. The flag
-    alone says only that some thread of the process compiles."""
-    if not torch.compiler.is_compiling():
-        return False
-    return is_fake([x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))])
+    """Whether a call is one of its operator: its tensors are DTensors; or it belongs to a program that is exported
+    without reading our code, and they are fake. The flag alone says only that some thread of the process compiles."""
+    tensors = [x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))]
+    return is_sharded(tensors) or (torch.compiler.is_compiling() and is_fake(tensors))
 
 
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@
 #pragma once
 #include "output.cuh"
 #include "paired_activation.cuh"
+#include "scale_rule.cuh"
 
 // In place of the elements of a bias that there is not.
 enum : u32 { kNoBias = 255 };
@@ -16,6 +17,15 @@ enum : u32 { kNoBias = 255 };
 #ifndef DG_EPILOGUE
 #define DG_EPILOGUE Identity, false, false, kNoBias, false
 #endif
+
+// SwiGLU: columns of the product are a gate's and up's. kLimit, the bits of a float32, is that of `silu_mul`; infinity if there is none.
+template <u32 kLimit>
+struct Swiglu {
+  static DG_DEVICE float of(float gate, float up) {
+    if constexpr (kLimit == 0x7F800000) return silu_mul(gate, up);
+    else return silu_mul(gate, up, __uint_as_float(kLimit));
+  }
+};
 
 template <class Activation>
 struct Activates {
@@ -26,9 +36,10 @@ struct Activates<Identity> {
   enum : bool { kValue = false };
 };
 
-// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`.
-template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual>
+// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`. kPowersOfTwo: scales of FP8 are such.
+template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
 struct EpilogueOf {
+  enum : bool { kGated = false };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
   enum : bool { kNeedsRow = kRowFactor || kResidual };  // whether consumers must know the row of their tile
@@ -164,6 +175,63 @@ struct EpilogueOf {
     float value;
     asm volatile("ld.global.f32 %0, [%1];" : "=f"(value) : "l"(at) : "memory");
     return value;
+  }
+};
+
+// D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate, and then those of up.
+template <class Out, u32 kLimit, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
+struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> {
+  using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
+  using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
+  enum : bool { kGated = true, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
+
+  // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate.
+  template <u32 kCount, u32 kRun, class Kernel, class Group, class At>
+  static DG_DEVICE void finish(const Kernel& kernel, float* gate, float* up, u32 row, u32 end, Group group, u32 lane, u32 n, const At& at) {
+    if constexpr (Before::kScales) {
+      Before::template scale<kCount>(kernel, gate, row, end);
+      Before::template scale<kCount>(kernel, up, row, end);
+    }
+    if constexpr (kHasBias) {
+      Before::template finish<kCount, false, kRun>(kernel, gate, row, end, group, lane, at);
+      Before::template finish<kCount, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(i); });
+    }
+#pragma unroll
+    for (u32 i = 0; i < kCount / 2; ++i) gate[i] = Swiglu<kLimit>::of(gate[i], up[i]);
+    if constexpr (After::kScales) After::template scale<kCount>(kernel, gate, row, end);
+  }
+
+  // Casts 128 columns to FP8, and stores their scales, those of the `block`-th 128 columns of D. Each word of `words` is for eight
+  // columns: two neighbours of row `row`, and two of the row eight below. The bytes are those of quantize.cuh.
+  template <class Kernel, class Group>
+  static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
+    const ScaleRule rule{0x38D1B717, kPowersOfTwo};  // 1e-4
+    u32 largest[2] = {0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
+    float inverse[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
+      found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
+      const float scale = rule.scale_of_normal(found);
+      inverse[i] = ScaleRule::inverse_of_normal(scale);
+      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 64; i += 4)
+      words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
+  }
+
+ private:
+  // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
+    return kernel.arg.sfd + opaque(row) * kernel.arg.sfd_stride_m + block * kernel.arg.sfd_stride_n;
+  }
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, u32 group) {
+    return place(kernel, row, block, Index<0>()) + opaque(group) * kernel.arg.sfd_stride_g;
   }
 };
 

@@ -26,7 +26,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.select",),
     ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
     ("deep_gemm.runtime.engine",),
-    ("deep_gemm.runtime.operation", "deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
+    ("deep_gemm.runtime.operation", "deep_gemm.runtime.sharding"),
+    ("deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
     (
         "deep_gemm.runtime.call_code",
         "deep_gemm.runtime.fallback",
