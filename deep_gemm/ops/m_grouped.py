@@ -68,8 +68,9 @@ class MGrouped(Gemm):
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
-            return {"a": "gMk", "b": "gnk", "d": "gMn", self.layout: "g"}
-        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", self.layout: "M"}
+            return {"a": "gMk", "b": "gnk", "d": "gMn", "sfd": "gMn", "bias": "gn", self.layout: "g"}
+        b = "Gkn" if form == "nn" else "Gnk"
+        return {"a": "Mk", "b": b, "d": "Mn", "sfd": "Mn", "bias": "Gn", self.layout: "M"}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.
