@@ -12,11 +12,11 @@ from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.weights import FP8Weights, Mode, Recast, check_word, find_main_grad, own
+from deep_gemm.nn.weights import Divisible, FP8Weights, Mode, Recast, check_word, find_main_grad
 from deep_gemm.tensors import kind_of
 
 
-class Linear(nn.Module):
+class Linear(Divisible):
     """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
 
     in_features: int
@@ -48,7 +48,7 @@ class Linear(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         y = self.product(casts.row_major(x.reshape(-1, width)), dtype)
         if self.bias is not None and self.shards[1] == 1:  # otherwise it is added to the sum of all ranks
-            y = y.add_(own(self.bias))
+            y = y.add_(self.own(self.bias))
         return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
     def extra_repr(self) -> str:
@@ -196,5 +196,5 @@ class BF16Linear(Linear):
                 "torch.autocast."
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
-        main = find_main_grad(self.weight) if fused else None
-        return products.HalfProduct.apply(x.to(dtype), own(self.weight).to(dtype), main)
+        main = self.own(find_main_grad(self.weight)) if fused else None
+        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), main)

@@ -75,7 +75,7 @@ class Epilogue:
     clamp: float | None = None
     use_ue8m0: bool = False
     text: str = field(init=False, repr=False)
-    fp8_text: str = field(init=False, repr=False)
+    parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
@@ -88,7 +88,8 @@ class Epilogue:
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
-        self._check_gate()
+        if self.activation == SWIGLU or self.clamp is not None or self.use_ue8m0 is not False:
+            self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
             if rows is not None:
@@ -120,12 +121,15 @@ class Epilogue:
         clamp = None if self.clamp is None else float(self.clamp)
         parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp)
         parts = replace(parts, expression=own.expression if own else None)
-        cast = replace(parts, cast="ue8m0" if self.use_ue8m0 else "1x128")
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        texts = {"text": str(parts), "fp8_text": str(cast)}
-        for name, value in (*texts.items(), ("number", number), ("tensors", tensors)):
+        for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
+
+    @property
+    def fp8_text(self) -> str:
+        """The text if d is FP8 with scales."""
+        return str(replace(self.parts, cast="ue8m0" if self.use_ue8m0 else "1x128"))
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""

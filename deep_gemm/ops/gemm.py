@@ -95,11 +95,13 @@ class Gemm(Operation):
     has_weights = True
 
     floats = ("alpha",)
+    diverting: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
+    """What makes a call one with an epilogue."""
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
         if fused is None:
-            self.finishing: tuple[Parameter, ...] = ALPHA, EPILOGUE
+            self.finishing = self.diverting
         else:
             added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
             self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)

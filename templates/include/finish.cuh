@@ -280,7 +280,6 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
   // columns: two neighbours of row `row`, and two of the row eight below. The bytes are those of quantize.cuh.
   template <class Kernel, class Group>
   static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
-    const ScaleRule rule{0x38D1B717, kPowersOfTwo};  // 1e-4
     u32 largest[2] = {0, 0};
 #pragma unroll
     for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
@@ -289,7 +288,7 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
     for (u32 i = 0; i < 2; ++i) {
       u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
       found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
-      const float scale = rule.scale_of_normal(found);
+      const float scale = rule().scale_of_normal(found);
       inverse[i] = ScaleRule::inverse_of_normal(scale);
       if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
     }
@@ -298,7 +297,16 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
       words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
   }
 
+  // Stores the scales of a row of zeros. All lanes of a warp.
+  template <class Kernel>
+  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
+    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
+      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
+  }
+
  private:
+  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
+
   // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
   template <class Kernel>
   static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
