@@ -115,6 +115,8 @@ def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict
 
 
 def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    if params.grouping != "none":
+        return {"result": grouped_runs.is_right(params, builder)}
     return {"result": epilogue_runs.is_right(params, load(params, binary))}
 
 
