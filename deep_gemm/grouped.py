@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .layout import get_mk_alignment_for_contiguous_layout
 from .ops import k_grouped, m_grouped
+from .ops.epilogue import Epilogue
 
 __all__ = [
     "bf16_m_grouped_gemm_nt_masked",
@@ -41,6 +42,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[rows of g] = (a[rows of g] * scales) @ (b[g] * scales)^T`` for each group g.
 
@@ -69,10 +71,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
         disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
         use_psum_layout: whether grouped_layout has the psum form.
         ensure_zero_padding: no effect on Hopper.
-        expected_m_for_psum_layout: None, or in the psum form an estimate of the rows of a group. No effect in this
-            version.
+        expected_m_for_psum_layout: None, or an estimate of the rows of a group in the psum form. No effect.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
-    Rows with the label -1 are written, with zeros or with a product of their own; do not use them. In the psum form,
+    Rows with the label -1 are written, with zeros or with a result of their own; do not use them. In the psum form,
     rows between the end of a group and the next start may be written, and rows past the last group's aligned end are
     not. Rows of padding in a and its scales may hold anything, NaN too: they reach no other row.
 
@@ -98,7 +100,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
         m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
     options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
-    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nt")
+    m_grouped.fp8(a, b, d, grouped_layout, *options, epilogue, alignment, "nt")
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
@@ -113,6 +115,7 @@ def m_grouped_fp8_gemm_nn_contiguous(
     disable_ue8m0_cast: bool = False,
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` with b given as (G, K, N), and its scales transposed likewise.
 
@@ -128,7 +131,7 @@ def m_grouped_fp8_gemm_nn_contiguous(
     """
     alignment = get_mk_alignment_for_contiguous_layout()
     options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
-    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nn")
+    m_grouped.fp8(a, b, d, grouped_layout, *options, epilogue, alignment, "nn")
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -142,6 +145,7 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
+    epilogue: Epilogue | None = None,
     *,
     enable_overlap: bool = False,
     max_block_n: int | None = None,
@@ -164,7 +168,7 @@ def m_grouped_fp8_gemm_nt_masked(
             only DG_CHECK=1 checks them.
         expected_m: an estimate of the rows of a group, positive. It guides the choice of a kernel and nothing else: a
             wrong estimate is slow, and the result right.
-        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `m_grouped_fp8_gemm_nt_contiguous`.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: see `m_grouped_fp8_gemm_nt_contiguous`.
         enable_overlap, max_block_n, signal: must be left out in this version.
 
     Rows of d past masked_m are not written. Those of a and its scales may hold anything, NaN too.
@@ -187,7 +191,7 @@ def m_grouped_fp8_gemm_nt_masked(
         m_grouped.refuse_overlap()
     expected_m = m_grouped.check_expected_m("expected_m", expected_m)
     options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
-    m_grouped.fp8_masked(a, b, d, masked_m, expected_m, *options)
+    m_grouped.fp8_masked(a, b, d, masked_m, expected_m, *options, epilogue)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -199,6 +203,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[rows of g] = a[rows of g] @ b[g]^T`` of bfloat16, for each group g.
 
@@ -218,7 +223,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     if expected_m_for_psum_layout is not None:
         m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
-    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, alignment, "nt")
+    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, epilogue, alignment, "nt")
 
 
 def m_grouped_bf16_gemm_nn_contiguous(
@@ -229,6 +234,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous` with b given as (G, K, N). If N is contiguous, as in a tensor that is not a
     view, K is a multiple of 64 (otherwise `UnsupportedError`).
@@ -238,7 +244,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
     >>> deep_gemm.m_grouped_bf16_gemm_nn_contiguous(a, b, d, labels)
     """
     alignment = get_mk_alignment_for_contiguous_layout()
-    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, alignment, "nn")
+    m_grouped.bf16(a, b, d, grouped_layout, compiled_dims, use_psum_layout, epilogue, alignment, "nn")
 
 
 def m_grouped_bf16_gemm_nt_masked(
@@ -248,6 +254,7 @@ def m_grouped_bf16_gemm_nt_masked(
     masked_m: Tensor,
     expected_m: int,
     compiled_dims: str | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[g, :m] = a[g, :m] @ b[g]^T`` of bfloat16, with ``m = masked_m[g]``, for each group g.
 
@@ -262,7 +269,8 @@ def m_grouped_bf16_gemm_nt_masked(
     >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((2, 96, 64), (2, 32, 64), (2, 96, 32)))
     >>> deep_gemm.m_grouped_bf16_gemm_nt_masked(a, b, d, torch.tensor([5, 60], dtype=torch.int32), expected_m=32)
     """
-    m_grouped.bf16_masked(a, b, d, masked_m, m_grouped.check_expected_m("expected_m", expected_m), compiled_dims)
+    expected_m = m_grouped.check_expected_m("expected_m", expected_m)
+    m_grouped.bf16_masked(a, b, d, masked_m, expected_m, compiled_dims, epilogue)
 
 
 m_grouped_fp8_fp4_gemm_nt_contiguous = m_grouped_fp8_gemm_nt_contiguous
@@ -281,6 +289,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     recipe: tuple[int, int, int] = k_grouped.RECIPE,
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
+    use_padded_sf_layout: bool = False,
+    epilogue: Any = None,
     *,
     ks: Sequence[int] | Tensor | None = None,
     ks_tensor: Tensor | None = None,
@@ -303,6 +313,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
             (ceil(N / 128), blocks). Its products take less time, and `quantize.blocks_transposed` casts for it.
         compiled_dims: sizes to compile into the kernel, letters of "mn".
         use_psum_layout: not supported.
+        use_padded_sf_layout: must be False, and epilogue None.
         ks, ks_tensor: other names of ks_cpu and grouped_layout.
 
     Tensors on the CPU are multiplied by the reference implementation. See `fp8_gemm_nt` for streams and captures.
@@ -321,7 +332,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
     if recipe is not k_grouped.RECIPE:  # a warm call cannot tell 1.0 from 1
         k_grouped.check_recipe(recipe)
-    k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims)
+    k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims, use_padded_sf_layout, epilogue)
 
 
 def k_grouped_fp8_gemm_nt_padded(
@@ -365,6 +376,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     c: Tensor | None = None,
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
+    epilogue: Any = None,
     *,
     ks: Sequence[int] | Tensor | None = None,
     ks_tensor: Tensor | None = None,
@@ -383,4 +395,4 @@ def k_grouped_bf16_gemm_tn_contiguous(
     """
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout)
-    k_grouped.bf16(a, b, d, grouped_layout, c, compiled_dims)
+    k_grouped.bf16(a, b, d, grouped_layout, c, compiled_dims, epilogue)

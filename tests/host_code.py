@@ -15,18 +15,27 @@ _HOST = r"""
 #define __device__
 #define __forceinline__ inline
 #include <cmath>
+#include <cstring>
 static float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 static float __fmul_rn(float x, float y) { return x * y; }
 static float __fadd_rn(float x, float y) { return x + y; }
 static float __fsub_rn(float x, float y) { return x - y; }
 static float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
+static float __fdiv_rn(float x, float y) { return x / y; }
+static float __frcp_rn(float x) { return 1.0f / x; }
+static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
+static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 """
 _INSTRUCTIONS = {
     "activation.cuh": (
         ('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x))', "power = flushed(std::exp2(x))"),
+        (
+            'asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y))',
+            "found = x < y || x != x ? x : y",
+        ),
         ('asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x))', "inverse = flushed(1.0f / x)"),
     ),
-    "paired_activation.cuh": (
+    "sum_activations.cuh": (
         (
             'asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y))',
             "larger = std::isnan(x) ? x : std::fmax(x, y)",

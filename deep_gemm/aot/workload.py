@@ -14,6 +14,7 @@ from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import (
     BATCHED,
     BATCHED_OPS,
+    DENSE_OPS,
     FP8,
     FP8_OPS,
     GROUPED,
@@ -44,7 +45,7 @@ class GemmShape:
 
     If `op` has groups, there is a B for each of `groups`, and m counts the rows of all. In the masked form m counts the
     room of one group, of which `expected_m` rows are expected to be used; 0 means all of them. In a batch m counts the
-    rows of each product."""
+    rows of each product. `epilogue` is the text of one."""
 
     m: int
     n: int
@@ -53,6 +54,7 @@ class GemmShape:
     op: str = FP8
     groups: int = 1
     expected_m: int = 0
+    epilogue: str = "none"
 
     @property
     def expected(self) -> int:
@@ -82,17 +84,22 @@ class GemmShape:
 
     def __str__(self) -> str:
         groups = f" in {counted(self.groups, 'group')}" if self.op in (*GROUPED_OPS, *BATCHED_OPS) else ""
-        return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}")
+        finished = "" if self.epilogue == "none" else f" with {self.epilogue}"
+        return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}") + finished
 
 
-def shapes(layers: Iterable[Layer], ms: Sequence[int], training: bool = False) -> list[GemmShape]:
+def shapes(
+    layers: Iterable[Layer], ms: Sequence[int], training: bool = False, epilogues: Sequence[str] = ()
+) -> list[GemmShape]:
     """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
     gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens. `untrained` says
-    what is left out."""
+    what is left out. Dense layers also with each of `epilogues`, texts of them."""
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
             found.append(GemmShape(m, x.n, x.k, x.name, x.op, x.groups))
+            if x.op in DENSE_OPS:
+                found += [replace(found[-1], epilogue=text) for text in epilogues]
             if training and x.op == FP8:
                 if x.n % K_MULTIPLE == 0:
                     found.append(GemmShape(m, x.k, x.n, f"input gradient of {x.name}", FP8))

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Mapping
 
 from ..records import record
 from .base import Argument, Strides, Value, parameters
+from .expressions import MARK, Expression
 
+SWIGLU = "swiglu"
+"""The activation of a product whose columns are a gate's and up's."""
+
+_CASTS = {"": "", "1x128": "fp8", "ue8m0": "fp8:ue8m0"}
 _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32", "": "kNoBias"}
 
 
@@ -15,8 +21,9 @@ _ELEMENTS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32", "": "kNoBias"}
 class Parts:
     """``D = activation(alpha * row_factor * product (+ C) + bias) + residual``: which of these there are.
 
-    ``bias`` is its dtype. Specs and params hold the text of this, such as "alpha+bias:f32+gelu"; "none" if there is
-    no epilogue.
+    ``bias`` is its dtype. ``clamp`` is SwiGLU's limit, and ``cast`` says whether D is FP8 with "1x128" scales, or with
+    such that are powers of two, "ue8m0". In place of an ``activation`` there may be an ``expression``. Specs and params
+    hold the text of this, such as "alpha+bias:f32+gelu"; "none" if there is no epilogue.
     """
 
     alpha: bool = False
@@ -24,26 +31,54 @@ class Parts:
     bias: str = ""
     activation: str = ""
     residual: bool = False
+    clamp: float | None = None
+    cast: str = ""
+    expression: Expression | None = None
 
     def __str__(self) -> str:
         bias = f"bias:{self.bias}" if self.bias else ""
         found = ("alpha" * self.alpha, "rows" * self.row_factor, bias, self.activation, "residual" * self.residual)
-        return "+".join(filter(None, found)) or "none"
+        clamp = "" if self.clamp is None else f"clamp:{self.clamp!r}"
+        text = "+".join(filter(None, (*found, clamp, _CASTS[self.cast])))
+        if self.expression is not None:  # the last part, since it may have any letters
+            text += f"{'+' * bool(text)}{self.expression}"
+        return text or "none"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether D has half as many columns as the product."""
+        return self.activation == SWIGLU
+
+    @property
+    def label(self) -> str:
+        """The text for names of kernels, where an expression is its name."""
+        own = self.expression
+        return str(self) if own is None else str(self).removesuffix(str(own)) + own.name
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """The operands of a call that only kernels with this epilogue have."""
-        given = {"row_factor": self.row_factor, "bias": self.bias, "residual": self.residual}
-        return tuple(name for name, there in given.items() if there)
+        given = {"row_factor": self.row_factor, "bias": self.bias, "residual": self.residual, "sfd": self.cast}
+        vectors = () if self.expression is None else tuple(self.expression.labels)
+        return (*(name for name, there in given.items() if there), *vectors)
 
     @property
     def device_name(self) -> str:
         """The template arguments of ``EpilogueOf`` after D's elements; "" without an epilogue."""
         if self == Parts():
             return ""
-        activation = self.activation.title().replace("_", "") or "Identity"
+        activation = self.activation.title().replace("_", "") or ("Custom" if self.expression else "Identity")
+        if self.is_gated:
+            limit = float("inf") if self.clamp is None else self.clamp
+            activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}>"
         flags = [str(flag).lower() for flag in (self.alpha, self.row_factor, self.residual)]
-        return f"{activation}, {flags[0]}, {flags[1]}, {_ELEMENTS[self.bias]}, {flags[2]}"
+        powers = ", true" if self.cast == "ue8m0" else ""
+        return f"{activation}, {flags[0]}, {flags[1]}, {_ELEMENTS[self.bias]}, {flags[2]}{powers}"
+
+    @property
+    def device_code(self) -> str:
+        """The device code of an expression; "" without one."""
+        return "" if self.expression is None else self.expression.device_code
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -52,10 +87,13 @@ class Parts:
         found += "const float* row_factor, i64 row_factor_stride, " if self.row_factor else ""
         found += "const u8* bias, i64 bias_stride_g, " if self.bias else ""
         found += "const u8* residual, i64 residual_stride, " if self.residual else ""
-        return parameters(found.removesuffix(", ")) if found else ()
+        found += "float* sfd, i64 sfd_stride_m, i64 sfd_stride_n, i64 sfd_stride_g, " if self.cast else ""
+        vectors = () if self.expression is None else self.expression.arguments
+        return (parameters(found.removesuffix(", ")) if found else ()) + vectors
 
     def values(self, strides: Strides) -> Mapping[str, Value]:
-        """The parameters' values, without pointers. The "stride" of alpha is its value."""
+        """The parameters' values, without pointers. The "stride" of alpha is its value. That of a group's FP8 scales is
+        how much further apart they are than its rows."""
         found: dict[str, Value] = {"alpha": strides["alpha"][0]} if self.alpha else {}
         if self.row_factor:
             found["row_factor_stride"] = strides["row_factor"][-1]
@@ -63,14 +101,21 @@ class Parts:
             found["bias_stride_g"] = strides["bias"][0] if len(strides["bias"]) > 1 else 0
         if self.residual:
             found["residual_stride"] = strides["residual"][-2]
+        if self.cast:
+            *group, row, block = strides["sfd"]
+            found |= {"sfd_stride_g": group[0] if group else 0, "sfd_stride_m": row, "sfd_stride_n": block}
         return found
 
 
 @functools.cache
 def parse(text: str) -> Parts:
     """The parts of an epilogue from their text."""
-    words = [] if text == "none" else text.split("+")
+    text, _, own = text.partition(MARK)
+    words = [] if text == "none" else list(filter(None, text.split("+")))
     bias = next((word.partition(":")[2] for word in words if word.startswith("bias:")), "")
-    known = ("alpha", "rows", "residual", f"bias:{bias}")
+    clamp = next((float(word.partition(":")[2]) for word in words if word.startswith("clamp:")), None)
+    cast = next(cast for cast, word in reversed(_CASTS.items()) if word in words or not cast)
+    known = ("alpha", "rows", "residual", f"bias:{bias}", f"clamp:{clamp!r}", _CASTS[cast])
     activation = next((word for word in words if word not in known), "")
-    return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words)
+    expression = Expression.parse(own) if own else None
+    return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words, clamp, cast, expression)

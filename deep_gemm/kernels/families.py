@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from ..params import GemmConfig
-from ..spec import GemmSpec, Grouping
+from ..spec import GemmSpec
 from . import serving
+from .fp8_gated import FP8_GATED
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
-from .gemm import SAME, GemmFamily, scaling_of
+from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
-ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SHAPE = (0, 2112, 7168)
 """Sizes that are compiled in."""
 
@@ -375,7 +375,8 @@ HALF_SUMMED = GemmFamily(
 )
 
 GEMMS: tuple[GemmFamily, ...] = (
-    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GEMM, FP8_GROUPED, FP8_HEADS, FP8_K_GROUPED, FP8_ROWS),
+    *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GATED, FP8_GEMM, FP8_GROUPED, FP8_HEADS),
+    *(FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

@@ -94,7 +94,7 @@ class Fp8Scaled(Template):
         two = one.changed(one.num_stages, 2)
         if partials is None:
             partials = 2 if two.slices <= 2 and enough_registers(two, block_n) else 1
-        return _fitted(two if partials == 2 else one, "1d1d", "f32", arch)
+        return self._fitted(two if partials == 2 else one, "1d1d", "f32", arch)
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two, with one set of partial sums
@@ -143,7 +143,7 @@ class Fp8Scaled(Template):
             return f"{c.num_stages} stages are not two or more"
         if c.ctas_per_sm != 1:
             return f"{c.ctas_per_sm} CTAs on an SM are not one"
-        shared = _config_bytes(c, True, "1d1d", "f32")
+        shared = self._config_bytes(c, True, "1d1d", "f32")
         if not arch.ctas_fit(shared, 1):
             return f"{shared} bytes of shared memory do not fit on one SM"
         return None
@@ -156,10 +156,10 @@ class Fp8Scaled(Template):
         return enough_registers(config, mma_n(config), more_registers(scaling, accumulate, spec.d.aligned))
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
-        config = _fitted(params.gemm, params.scaling, params.output, arch)
+        config = self._fitted(params.gemm, params.scaling, params.output, arch)
         if not self.groups:
             return config
-        return _fitted(config, params.scaling, params.output, arch, table, params.store == "tma")
+        return self._fitted(config, params.scaling, params.output, arch, table, params.store == "tma")
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         return REGISTERS[config.num_consumers]
@@ -183,11 +183,39 @@ class Fp8Scaled(Template):
         )
 
     def box_columns(self, config: GemmConfig, output: str) -> int:
-        return _box_columns(config, output)
+        """The most columns that divide those of a wgmma, and those of D, and have up to 128 bytes."""
+        columns, widest = min(mma_n(config), self.columns_of_d(config.block_n)), 128 // BYTES[output]
+        return next((x for x in (widest, 32) if columns % x == 0), 16)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """In the layout of ``Fp8ScaledLayout``, which asserts the same number."""
-        return _config_bytes(params.gemm, params.store == "tma", params.scaling, params.output)
+        return self._config_bytes(params.gemm, params.store == "tma", params.scaling, params.output)
+
+    def _fitted(
+        self,
+        config: GemmConfig,
+        scaling: str,
+        output: str,
+        arch: ArchSpec = SM90,
+        rest: int = 0,
+        tma_store: bool = True,
+    ) -> GemmConfig:
+        """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output,
+        and beside ``rest`` bytes."""
+        none, one = (self._config_bytes(config.changed(x), tma_store, scaling, output) for x in (0, 1))
+        stages = (arch.shared_per_cta - none - rest) // (one - none)
+        return config.changed(max(0, min(config.num_stages, stages)))
+
+    def _config_bytes(self, config: GemmConfig, tma_store: bool, scaling: str, output: str) -> int:
+        """Stages with their scales, and the staging buffers of each consumer. B's scales have twice as many slots as
+        there are stages."""
+        stage = (config.block_m + config.block_n) * SCALE_BLOCK + BARRIER_BYTES
+        if scaling != "rowwise":
+            stage += align(config.block_m * 4, 128)
+        if scaling == "1d1d":
+            stage += 2 * align(config.block_n * 4, 128)
+        staging = config.num_consumers * config.buffers * 64 * self.box_columns(config, output) * BYTES[output]
+        return config.num_stages * stage + (staging if tma_store else 0)
 
 
 def mma_n(config: GemmConfig) -> int:
@@ -214,31 +242,3 @@ def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
     rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
     products = _1D1D_REGISTERS if scaling == "1d1d" else 0
     return products + max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
-
-
-def _fitted(
-    config: GemmConfig, scaling: str, output: str, arch: ArchSpec = SM90, rest: int = 0, tma_store: bool = True
-) -> GemmConfig:
-    """``config`` with no more stages than fit beside the scales and staging buffers for this scaling and output, and
-    beside ``rest`` bytes."""
-    none, one = (_config_bytes(config.changed(x), tma_store, scaling, output) for x in (0, 1))
-    stages = (arch.shared_per_cta - none - rest) // (one - none)
-    return config.changed(max(0, min(config.num_stages, stages)))
-
-
-def _box_columns(config: GemmConfig, output: str) -> int:
-    """Columns of one staged part of a tile: the most that divide the columns of a wgmma and have up to 128 bytes."""
-    widest = 32 if output == "f32" else 64
-    return next((x for x in (widest, 32) if mma_n(config) % x == 0), 16)
-
-
-def _config_bytes(config: GemmConfig, tma_store: bool, scaling: str, output: str) -> int:
-    """Stages with their scales, and the staging buffers of each consumer. B's scales have twice as many slots as there
-    are stages."""
-    stage = (config.block_m + config.block_n) * SCALE_BLOCK + BARRIER_BYTES
-    if scaling != "rowwise":
-        stage += align(config.block_m * 4, 128)
-    if scaling == "1d1d":
-        stage += 2 * align(config.block_n * 4, 128)
-    staging = config.num_consumers * config.buffers * 64 * _box_columns(config, output) * BYTES[output]
-    return config.num_stages * stage + (staging if tma_store else 0)

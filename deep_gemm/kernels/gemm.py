@@ -37,6 +37,7 @@ SCALINGS = {
 FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu")
 """The epilogues of the cases of families that have any; the second also has a residual, if the family takes one."""
 
+ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
 
@@ -110,7 +111,7 @@ class GemmFamily(Kernel):
             if not operand.aligned:
                 return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
         outputs = [a.dtype if output == SAME else output for output in self.outputs]
-        if d.dtype not in outputs or (d.major, d.scaling) != ("mn", "none"):
+        if d.dtype not in outputs or (d.major, d.scaling) != ("mn", "1x128" if d.dtype == "e4m3" else "none"):
             return f"D must be row-major {' or '.join(outputs)}, not {d.major}-major {d.dtype}"
         if self.aligned_d and not d.aligned:
             return "rows of D must begin on 16-byte boundaries"
@@ -118,8 +119,12 @@ class GemmFamily(Kernel):
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
         if spec.epilogue != "none" and not self.has_epilogues:
             return f"it has no epilogue, and {spec.epilogue} is asked for"
-        if not self.has_residuals and epilogues.parse(spec.epilogue).residual:
+        if (parts := epilogues.parse(spec.epilogue)).is_gated != self.rules.gated:
+            return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
+        if not self.has_residuals and parts.residual:
             return "it adds no residual"
+        if spec.grouping != "none" and epilogues.parse(spec.epilogue).expression:
+            return "with groups it takes no expression of a user"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -225,7 +230,8 @@ class GemmFamily(Kernel):
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
         first, second = FINISHED
-        names = (first, second + "+residual" * self.has_residuals) if self.has_epilogues else ()
+        has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
+        names = (first, second + "+residual" * self.has_residuals) if has_all else ()
         able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
         finished = [self.case(able[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
@@ -251,6 +257,7 @@ class GemmFamily(Kernel):
         return source.constants(params, self.rules) | {
             "shared_bytes": shared,
             "epilogue": epilogues.parse(params.epilogue).device_name,
+            "expression": epilogues.parse(params.epilogue).device_code,
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }

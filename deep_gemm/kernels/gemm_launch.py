@@ -33,7 +33,7 @@ def dense(
         maps_b, map_b_last, columns = _segment_maps(box_b, n, c)
     else:
         columns = left(n, c.block_n)
-        map_b, map_b_last = operand_maps(box_b, "b", n, c.block_n // c.cluster_m, columns)
+        map_b, map_b_last = operand_maps(box_b, "b", n, rules.columns_of_d(c.block_n) // c.cluster_m, columns)
         maps_b = [map_b]
     values: dict[str, Value] = {
         "last_rows": rows,
@@ -50,13 +50,15 @@ def dense(
         **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
         **_scales(rules, params, spec, strides),
     }
-    columns_of_d = n
+    columns_of_d = rules.columns_of_d(n)
     if spec.grouping == "heads":
         left_columns, mid, right_columns = strides["heads"]
         values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
         columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
-        sizes, steps = ((n, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
+        sizes, steps = (
+            ((columns_of_d, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
+        )
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
         if rules.edge_map_d:
             values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
@@ -103,7 +105,10 @@ def along_m(
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
     boxes_a = _boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
     boxes_b = _boxes(replace(spec, n=spec.groups * spec.n), spec.b, "b", strides, spec)
-    map_a, map_b = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"), Map(boxes_b(c.block_n), "b")
+    map_a, map_b = (
+        Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"),
+        Map(boxes_b(rules.columns_of_d(c.block_n)), "b"),
+    )
     values: dict[str, Value] = {
         **groups.along_m_values(spec, c, strides),
         "map_a": map_a,
@@ -117,7 +122,7 @@ def along_m(
         values["map_scale_a"] = _scales_map("sfa", spec.m, all_blocks, c.block_m, strides)
         values |= {"scale_b_stride_g": stride_g, "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
     if rules.has_map_d(params):
-        values["map_d"] = _map_d(rules, params, (spec.n, rows), (strides["d"][0],))
+        values["map_d"] = _map_d(rules, params, (rules.columns_of_d(spec.n), rows), (strides["d"][0],))
     return groups.along_m_ctas(spec, c), values
 
 
@@ -148,7 +153,8 @@ def _map_d(
     """The tensor map of D: boxes of ``rows`` rows, swizzled over their own length, clipped at each matrix."""
     size, width = BYTES[params.output], rules.box_columns(params.gemm, params.output)
     box = (width, rows, 1)[: len(shape)]
-    return Map(TensorMapSpec(params.output, shape, tuple(step * size for step in steps), box, width * size), "d")
+    dtype = "u8" if params.output == "e4m3" else params.output
+    return Map(TensorMapSpec(dtype, shape, tuple(step * size for step in steps), box, width * size), "d")
 
 
 def _boxes(

@@ -151,6 +151,15 @@ best of these was within 3% of the best of all, but for two shapes. The narrow t
 few rows: in single calls of 14 shapes with 4 to 20 expected rows in 3 to 64 groups, they took 0.96 of the time of 128
 columns and 0.98 of that of 64, and were slower in none by more than 1%."""
 
+FP8_GATED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
+    (64, 64, (1, 1), 2, 2),
+    (64, 128, (1, 1), 2, 1),
+    (128, 128, (1, 1), 2, 1),
+    (128, 256, (1, 1), 1, 1),
+    (128, 256, (2, 1), 1, 1),
+)
+"""(block_m, block_n, cluster, staging buffers, sets of partial sums), not measured yet."""
+
 FP8_K_GROUPED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
     (128, 64, (1, 1), 2, 2),
     (128, 128, (1, 1), 2, 1),

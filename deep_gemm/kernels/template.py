@@ -48,6 +48,8 @@ class Template(ABC):
 
     adds_residuals: bool = True
     """Whether an epilogue may add a residual."""
+    gated: ClassVar[bool] = False
+    """Whether B is a gate's rows, and then as many of up: see ``GatedTile``."""
 
     @abstractmethod
     def make(self, family: str, *tile: object, arch: ArchSpec) -> GemmConfig:
@@ -102,6 +104,10 @@ class Template(ABC):
     def has_map_d(self, params: KernelParams) -> bool:
         """Whether there is a parameter for a tensor map of D."""
         return self.sets_aside_map_d or self.stores_by_tma(params)
+
+    def columns_of_d(self, n: int) -> int:
+        """Columns of D, where B has ``n`` rows; and those of a tile of D."""
+        return n // 2 if self.gated else n
 
     def box_columns(self, config: GemmConfig, output: str) -> int:
         """Columns of one box of staged sums."""

@@ -236,12 +236,14 @@ def _same(c: Tensor, d: Tensor) -> bool:
     return c.data_ptr() == d.data_ptr() and all(size <= 1 or one == other for size, one, other in strides)
 
 
-def write_empty_sum(d: Tensor, c: Tensor | None, accumulate: Accumulate, finish: Finish | None = None) -> None:
-    """Write the result for K = 0: zeros, or c, or the epilogue of these."""
+def write_empty_sum(
+    d: Tensor, c: Tensor | None, accumulate: Accumulate, finish: Finish | None = None, n: int = 0
+) -> None:
+    """Write the result for K = 0: zeros, or c, or the epilogue of these, where the product has ``n`` columns."""
     with torch.inference_mode():  # d may be an inference tensor
         if finish is not None:
-            zeros = torch.zeros(d.shape, dtype=torch.float32, device=d.device)
-            d.copy_(finish(zeros, (slice(None), slice(None)), c))
+            zeros = torch.zeros((d.shape[0], n), dtype=torch.float32, device=d.device)
+            finish.write(d, (slice(None), slice(None)), zeros, c)
         elif accumulate == "none":
             d.zero_()
         elif c is not None and accumulate == "from c":

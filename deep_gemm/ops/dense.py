@@ -13,13 +13,15 @@ from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_refere
 from deep_gemm.runtime.calls import Parameter, entry
 
 from ..errors import InvalidInputError
+from ..kernels import epilogues
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .finished import Finished
-from .gemm import C, Gemm, GemmOperands
+from .finished import FUSED, Finished
+from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
+from .quantize import check_written
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
 
 _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
@@ -36,6 +38,12 @@ class Dense(Gemm):
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
         self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`."""
+        form = form or "nt"
+        a, b = "mk" if form[0] == "n" else "km", "nk" if form[1] == "t" else "kn"
+        return {"a": a, "b": b, "c": "mn", "d": "mn", "row_factor": "m", "bias": "n", "residual": "mn"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
 
@@ -44,12 +52,13 @@ class Dense(Gemm):
         given = self.given(arguments, named_arguments)
         named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
         asked, dims = self.check_options(given)
-        ranks = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2), "row_factor": (1,), "bias": (1,)}
-        device = checks.check_tensors(self.called(form), named, ranks, (2,))
+        ranks: dict[str, tuple[int, ...]] = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2)}
+        ranks |= {name: (1,) for name in FUSED if name not in ("residual", "sfd")}
+        device = checks.check_tensors(self.called(form), named, ranks, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
-        self._check_outputs(named, form)
+        self._check_outputs(named, form, epilogues.parse(epilogue))
         self.check_fused(named, epilogue)
         if checks.is_fake(named.values()):
             return None
@@ -58,6 +67,9 @@ class Dense(Gemm):
                 if named[name].numel() and is_k_major(named[name]):
                     layouts.check_start(name, named[name])
         accumulate = checks.check_places(named)
+        if SCALES_OF_D in named:
+            others = {name: x for name, x in named.items() if name != SCALES_OF_D}
+            check_written(SCALES_OF_D, named[SCALES_OF_D], others, has_columns=True)
         alpha = given.get("alpha", 1.0)
         (m, k), n = named["a"].shape, named["b"].shape[0]
         if m == 0 or n == 0:
@@ -65,7 +77,7 @@ class Dense(Gemm):
         tensors = dict(zip(self.operands, named.values(), strict=True))
         x = GemmOperands(self.name, tensors, device, m, n, k, dims, scaling, accumulate, epilogue=epilogue, alpha=alpha)
         if k == 0:
-            checks.write_empty_sum(named["d"], named.get("c"), accumulate, x.finish)
+            checks.write_empty_sum(named["d"], named.get("c"), accumulate, x.finish, n)
             return None
         return x
 
@@ -107,6 +119,8 @@ class Dense(Gemm):
         return advised
 
     def _check_output_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
+        if SCALES_OF_D in named:
+            return
         d, outputs = named["d"], [TORCH[dtype] for dtype in self.product.outputs]
         if d.dtype not in outputs:
             *most, last = map(str, outputs)
@@ -116,9 +130,10 @@ class Dense(Gemm):
             )
             raise InvalidInputError(f"d{of} must be {known}, but it is {d.dtype}. Cast d after the call.")
 
-    def _check_outputs(self, named: Mapping[str, Tensor], form: str) -> None:
-        shape = (named["a"].shape[0], named["b"].shape[0])
+    def _check_outputs(self, named: Mapping[str, Tensor], form: str, parts: epilogues.Parts) -> None:
+        shape = (named["a"].shape[0], self.columns(named, parts))
         rows = "rows of a by rows of b" if self.is_scaled else "M x N of a and b"
+        rows = f"{rows}, of which gate has half," if parts.is_gated else rows
         if self.is_scaled:
             self._check_output_dtypes(named, form)
         for name in ("c", "d"):

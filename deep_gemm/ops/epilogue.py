@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import Parts
-from deep_gemm.ops.reference import ACTIVATIONS
+from deep_gemm.kernels.epilogues import Parts, parse
+from deep_gemm.ops.reference import ACTIVATIONS, SWIGLU
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
+from .custom_activation import CustomActivation, Reference, Vectors, custom_activation
 from .table import DTYPES
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+_MAX_CLAMP = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,18 +28,33 @@ class Epilogue:
 
     ``d = activation(alpha * row_factor * (a @ b^T) + c + bias) + residual``, from left to right.
 
+    "swiglu" takes two halves of the product, gate and up, of which b has the rows one after the other: with
+    ``[gate, up] = alpha * (a @ b^T) + bias`` and b of 2 I rows, d has I columns::
+
+        d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
+
+    There row_factor, such as a router's weights, is a factor of the result. d may be a pair (values, scales), E4M3
+    (M, I) and float32 (M, I / 128): the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. Of
+    GEMMs' operands, scales with contiguous columns are read without a copy: `deep_gemm.quantize.rows` and
+    `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version computes swiglu for FP8 with scales of 1 x 128
+    and 128 x 128, with I a multiple of 128.
+
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.
 
     Args:
         bias: (N,) float32, bfloat16 or float16, contiguous. With groups along M, (G, N): a row for each group.
         activation: "silu", "gelu" (by tanh, as ``approximate="tanh"`` in torch), "gelu_erf" (torch's default),
-            "relu", or "relu2", the square of relu.
+            "relu", "relu2", the square of relu, or "swiglu", which combines with neither c nor residual. For one of
+            your own see `custom`.
         alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
             others, which is read when the kernel runs.
         residual: what is added after the activation, of d's dtype, shape and number of dimensions, row-major. It may be
             d itself (the same address, shape and strides), unless c is given too.
         row_factor: (M,) float32, a factor of each row's products, with any stride: in the masked form (G, max_m).
+        clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
+            number is another kernel.
+        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two.
 
     Raises:
         InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
@@ -50,22 +68,28 @@ class Epilogue:
     """
 
     bias: Tensor | None = None
-    activation: str | None = None
+    activation: str | CustomActivation | None = None
     alpha: float | Tensor | None = None
     residual: Tensor | None = None
     row_factor: Tensor | None = None
+    clamp: float | None = None
+    use_ue8m0: bool = False
     text: str = field(init=False, repr=False)
+    parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
-    ACTIVATIONS: ClassVar[tuple[str, ...]] = tuple(ACTIVATIONS)
+    ACTIVATIONS: ClassVar[tuple[str, ...]] = (*ACTIVATIONS, SWIGLU)
 
     def __post_init__(self) -> None:
-        if self.activation is not None and self.activation not in ACTIVATIONS:
-            known = ", ".join(map(repr, ACTIVATIONS))
+        own = self.activation if isinstance(self.activation, CustomActivation) else None
+        if own is None and self.activation is not None and self.activation not in self.ACTIVATIONS:
+            known = ", ".join(map(repr, self.ACTIVATIONS))
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
+        if self.activation == SWIGLU or self.clamp is not None or self.use_ue8m0 is not False:
+            self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
             if rows is not None:
@@ -93,10 +117,106 @@ class Epilogue:
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
-        text = str(Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None))
+        activation = self.activation if isinstance(self.activation, str) else ""
+        clamp = None if self.clamp is None else float(self.clamp)
+        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp)
+        parts = replace(parts, expression=own.expression if own else None)
+        tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        for name, value in (("text", text), ("number", number), ("tensors", tensors)):
+        for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
+
+    @property
+    def fp8_text(self) -> str:
+        """The text if d is FP8 with scales."""
+        return str(replace(self.parts, cast="ue8m0" if self.use_ue8m0 else "1x128"))
+
+    def _check_gate(self) -> None:
+        """Check what swiglu alone has, and what it cannot have."""
+        if not isinstance(self.use_ue8m0, bool):
+            raise InvalidInputError(f"use_ue8m0 must be True or False, but it is {shown(self.use_ue8m0)}.")
+        if self.activation != SWIGLU:
+            if self.clamp is not None:
+                raise InvalidInputError(
+                    f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
+                )
+            return
+        if self.clamp is not None and not (_is_number(self.clamp) and 0 <= float(self.clamp) <= _MAX_CLAMP):
+            raise InvalidInputError(
+                f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
+            )
+        if self.residual is not None:
+            raise UnsupportedError("swiglu and a residual cannot be combined. Add the residual after the call.")
+        if isinstance(self.alpha, Tensor):
+            raise UnsupportedError("alpha must be a number with swiglu, not a tensor. Multiply the scales of a by it.")
+
+    @classmethod
+    def custom(
+        cls,
+        name: str,
+        body: str,
+        *,
+        rows: Vectors | None = None,
+        columns: Vectors | None = None,
+        reference: Reference | None = None,
+        **parts: Any,
+    ) -> Epilogue:
+        """An epilogue with an activation of your own, in CUDA C++::
+
+            Epilogue.custom("relu2", "return x > 0 ? x * x : 0.0f;", reference=lambda x: torch.relu(x).square())
+            Epilogue.custom("shifted", "return tanhf(x * scale + shift);", columns={"scale": scale, "shift": shift})
+
+        Args:
+            name: of the expression, which is part of the kernel's.
+            body: statements that return a float. They may use ``x``, the sum; ``row`` and ``column``, its place in d,
+                as unsigned 32-bit integers; and by their names the elements of vectors there.
+            rows: float32 vectors (M,), contiguous: the element of ``row`` of each, by name.
+            columns: the same of (N,), for ``column``. In all there may be four vectors.
+            reference: the same in torch, for tensors on the CPU and for K = 0: a function of x, a float32 matrix, and
+                by keyword of what ``body`` names. Vectors of rows, and ``row``, are (rows, 1); vectors of columns, and
+                ``column``, (1, columns).
+            parts: bias, alpha, residual and row_factor, as of `Epilogue`.
+
+        Each body is a kernel of its own, which is compiled when it is first called. Raises InvalidInputError; a call
+        also CompileError, whose message shows the line of ``body``, and UnsupportedError without a reference that it
+        needs.
+
+        >>> body = "return x > 0 ? x * x : 0.0f;"
+        >>> relu2 = deep_gemm.Epilogue.custom("relu2", body, reference=lambda x: x.relu().square())
+        >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+        >>> deep_gemm.bf16_gemm_nt(a, b, d, epilogue=relu2)
+        >>> d[0, 0].item()
+        4096.0
+        """
+        if "activation" in parts:
+            raise InvalidInputError(f"activation and {name} cannot both be given: {name} is the activation.")
+        return cls(activation=custom_activation(name, body, rows, columns, reference), **parts)
+
+
+Epilogues: TypeAlias = "str | Epilogue | Iterable[str | Epilogue] | None"
+
+
+def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
+    """The texts by which kernels know these epilogues. Parts in a text may have any order. Raises InvalidInputError for
+    what is none."""
+    each = [given] if isinstance(given, (str, Epilogue)) else [] if given is None else given
+    return tuple(dict.fromkeys(x.text if isinstance(x, Epilogue) else _checked(x) for x in each))
+
+
+def _checked(text: Any) -> str:
+    if isinstance(text, str):
+        parts = parse(text)
+        known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT)) and parts.activation in (
+            "",
+            *Epilogue.ACTIVATIONS,
+        )
+        one = not (parts.activation and parts.expression)
+        if parts != Parts() and known and one and sorted(text.split("+")) == sorted(str(parts).split("+")):
+            return str(parts)
+    raise InvalidInputError(
+        "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(ACTIVATIONS)}) and residual, but it is {shown(text)}."
+    )
 
 
 def _is_number(value: Any) -> bool:

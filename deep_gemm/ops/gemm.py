@@ -14,11 +14,13 @@ from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
 from .. import kernels, options
-from ..errors import InvalidInputError
+from ..errors import InvalidInputError, UnsupportedError
 from ..kernels import epilogues
+from ..kernels.expressions import VECTORS
 from ..records import record
-from ..spec import Accumulate, Major
+from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales
+from .custom_activation import check_vectors, in_torch
 from .epilogue import given_epilogue
 from .finished import FUSED
 from .layouts import Preparation
@@ -28,7 +30,10 @@ kernels.gemms()  # imported here: every product needs them, and in a first call 
 
 TENSOR, PAIR = "Tensor", "tuple[Tensor, Tensor]"
 C = Parameter("c", "Tensor | None", None)
+SCALES_OF_D = "the scales of d"
+"""What messages call the operand sfd."""
 COMPILED_DIMS = Parameter("compiled_dims", "str | None", None)
+NO_EPILOGUE = Parameter("epilogue", "Any", None, "refused")
 RECIPES = (
     Parameter("recipe", "tuple[int, int, int] | None", None),
     Parameter("recipe_a", "tuple[int, int] | None", None),
@@ -74,8 +79,12 @@ class GemmOperands:
         """The epilogue for the reference."""
         if self.epilogue == "none":
             return None
-        tensors = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
-        return Finish(epilogues.parse(self.epilogue).activation, self.alpha, **tensors)
+        more: dict[str, Any] = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
+        vectors = {name: more.pop(name) for name in VECTORS if name in more}
+        parts = epilogues.parse(self.epilogue)
+        own = None if parts.expression is None else in_torch(parts.expression, vectors)
+        more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
+        return Finish(parts.activation, self.alpha, **more)
 
 
 class Gemm(Operation):
@@ -88,11 +97,13 @@ class Gemm(Operation):
     has_weights = True
 
     floats = ("alpha",)
+    diverting: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
+    """What makes a call one with an epilogue."""
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
         if fused is None:
-            self.finishing: tuple[Parameter, ...] = ALPHA, EPILOGUE
+            self.finishing = self.diverting
         else:
             added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
             self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)
@@ -108,9 +119,11 @@ class Gemm(Operation):
         self.operands |= {"layout": self.layout} if self.layout else {}
         self.operands |= {name: name for name in self.fused}
         self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
+        self.outputs = ("d", "sfd") if "sfd" in self.fused else ()
         self.in_place = "c" if accumulates else "residual" if "residual" in self.fused else ""
         self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
         self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
+        self.unsigned += ("d",) if "sfd" in self.fused else ()
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors by the names that messages use, in the order of `operands`."""
@@ -121,7 +134,9 @@ class Gemm(Operation):
             else:
                 found[name] = given[name]
         return found | {
-            name: given[name] for name in (self.layout, *self.fused, "c", "d") if name in self.operands.values()
+            SCALES_OF_D if name == "sfd" else name: given[name]
+            for name in (self.layout, *self.fused, "c", "d")
+            if name in self.operands.values()
         }
 
     def check_options(self, given: Mapping[str, Any]) -> tuple[Scalings | None, str]:
@@ -139,21 +154,48 @@ class Gemm(Operation):
         if epilogue is None:
             plain(**{f"{name}_": value for name, value in ({**arguments, "epilogue": None}).items()})
             return
-        given = {**arguments, "alpha": epilogue.number, "epilogue": epilogue.text, **epilogue.tensors}
-        if not (torch.compiler.is_compiling() and finished.records(self.name, given)):
-            finished.call(type(self), self.name, given, tuple(epilogue.tensors))
+        text, tensors = epilogue.text, epilogue.tensors
+        if isinstance(arguments["d"], (tuple, list)):
+            values, scales = checks.pair("d", arguments["d"], "Pass FP8 values and their scales, or one tensor.")
+            arguments, tensors = {**arguments, "d": values}, {**tensors, "sfd": scales}
+            text = epilogue.fp8_text
+        given = {**arguments, "alpha": epilogue.number, "epilogue": text, **tensors}
+        may_record = torch.compiler.is_compiling() or type(given["d"]) is not Tensor  # a DTensor is one of others
+        if not (may_record and finished.records(self.name, given)):
+            finished.call(type(self), self.name, given, tuple(tensors))
+
+    def columns(self, named: Mapping[str, Tensor], parts: epilogues.Parts) -> int:
+        """Columns of d: N, or with SwiGLU half of it. Refuses what cannot have a gate."""
+        n: int = named["b"].shape[-2]
+        if not parts.is_gated:
+            return n
+        if n % 2:
+            raise InvalidInputError(
+                f"b must have an even number of rows for swiglu, gate's and then as many of up, but N is {n}."
+            )
+        if "c" in named:
+            raise UnsupportedError(
+                "c and swiglu cannot be combined: c would have gate's and up's columns, and d has half of them. Add "
+                "before the call, or without activation."
+            )
+        return n // 2
 
     def check_fused(self, named: Mapping[str, Any], epilogue: str) -> None:
         """Check the tensors of ``epilogue``, the text of one, against the shape of d."""
         if epilogue == "none" and not self.fused:
             return
-        *groups, m, n = named["d"].shape
+        *groups, m, columns = named["d"].shape
+        n = named["b"].shape[-2]
         shapes = {
             "row_factor": (*groups, m),
             "bias": (*named["b"].shape[:-2], n),
             "residual": tuple(named["d"].shape),
         }
-        for name in self.fused:
+        if "sfd" in self.fused:
+            self._check_cast(named, epilogue, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
+        if (expression := epilogues.parse(epilogue).expression) is not None:
+            check_vectors(expression, named, m, n)
+        for name in (each for each in shapes if each in self.fused):
             x, wanted = named[name], shapes[name]
             if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
                 raise InvalidInputError(
@@ -168,6 +210,22 @@ class Gemm(Operation):
             raise InvalidInputError(
                 f"residual of the epilogue must have d's dtype, {wanted}, but it is {named['residual'].dtype}. Pass "
                 f"residual.to({wanted})."
+            )
+
+    def _check_cast(self, named: Mapping[str, Any], epilogue: str, shape: tuple[int, ...]) -> None:
+        """Check a d of FP8 and its scales."""
+        if not epilogues.parse(epilogue).is_gated:
+            raise UnsupportedError(
+                "d as a pair of FP8 values and scales is written with activation='swiglu' only. Pass a d of another "
+                "dtype, and cast it with deep_gemm.quantize.rows."
+            )
+        d, sf = named["d"], named[SCALES_OF_D]
+        if d.dtype != torch.float8_e4m3fn:
+            raise InvalidInputError(f"the values of d must be torch.float8_e4m3fn, but they are {d.dtype}.")
+        if sf.dtype != torch.float32 or tuple(sf.shape) != shape:
+            raise InvalidInputError(
+                f"{SCALES_OF_D} must be torch.float32 {shape}, one for each row and {SCALE_BLOCK} columns, but they "
+                f"are {sf.dtype} {checks.shape_of(sf)}."
             )
 
     def called(self, form: str = "nt") -> str:
@@ -199,6 +257,9 @@ class Gemm(Operation):
             found.strides["row_factor"] = (_step(x.tensors["row_factor"]),)
         if x.epilogue != "none":
             found.strides["alpha"] = (x.alpha,)  # type: ignore[assignment]
+        if "sfd" in x.tensors:
+            *group, row, block = x.tensors["sfd"].stride()
+            found.strides["sfd"] = (*(each - x.m * row for each in group), row, block)
         majors = self.place(found, x)
         aligned = self.place_outputs(found, x)
         asked = spec(

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.cast_reference import dequantise
+from deep_gemm.ops.cast_reference import cast_blocks, dequantise
 from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
 
@@ -25,6 +26,9 @@ Scalings: TypeAlias = tuple[Scaling, Scaling]
 
 BLOCKS: Scalings = ("1x128", "128x128")
 
+Block: TypeAlias = tuple[slice, slice, Tensor]
+"""Rows, columns, and their part of a product."""
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
@@ -32,32 +36,89 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
+
+
+SWIGLU = "swiglu"
+"""The activation of a product whose columns are those of a gate, and then those of up: silu(gate) * up."""
 
 
 @record(frozen=True, eq=False)
 class Finish:
-    """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of D."""
+    """An epilogue (see `deep_gemm.Epilogue`), for the rows and columns ``where`` of the product. If D is FP8, ``sfd``
+    are its scales, powers of two if ``power_of_two``."""
 
     activation: str = ""
     alpha: float = 1.0
     row_factor: Tensor | None = None
     bias: Tensor | None = None
     residual: Tensor | None = None
+    clamp: float | None = None
+    sfd: Tensor | None = None
+    power_of_two: bool = False
+    own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
+    """In place of an activation: a user's, of sums and ``where``."""
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether it needs whole rows of the product."""
+        return self.activation == SWIGLU or self.sfd is not None
 
     def __call__(self, product: Tensor, where: tuple[slice, slice], c: Tensor | None = None) -> Tensor:
-        """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C."""
+        """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C. With
+        SwiGLU row_factor is a factor of the result."""
         rows, columns = where
         factor = torch.tensor(self.alpha, dtype=torch.float32)
+        each = None
         if self.row_factor is not None:
             each = self.row_factor if self.row_factor.numel() == 1 else self.row_factor[rows]
-            factor = each.reshape(-1, 1) * factor
+            each = each.reshape(-1, 1)
+        if each is not None and self.activation != SWIGLU:
+            factor = each * factor
         x = product.float() * factor.to(product.device)
         x = x if c is None else x + c
         x = x if self.bias is None else x + self.bias[columns]
+        if self.activation == SWIGLU:
+            gate, up = x.chunk(2, dim=1)
+            if self.clamp is not None:
+                gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
+            x = torch.nn.functional.silu(gate) * up
+            return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
+        x = x if self.own is None else self.own(x, where)
         return x if self.residual is None else x + self.residual[where]
+
+    def of_group(self, group: int, rows: slice, d: Tensor) -> Finish:
+        """That of one group of a GEMM grouped by M, whose ``rows`` are in the matrix of all groups. ``d`` has the shape
+        of the call's."""
+        bias, sfd, each = self.bias, self.sfd, self.row_factor
+        if sfd is not None:
+            first = rows.start - group * d.shape[-2]
+            sfd = sfd[rows] if d.dim() == 2 else sfd[group, first : first + rows.stop - rows.start]
+        return replace(
+            self,
+            bias=None if bias is None else bias[group],
+            row_factor=each if each is None or each.numel() == 1 else each[rows],
+            sfd=sfd,
+        )
+
+    def write_zeros(self, d: Tensor, rows: slice) -> None:
+        """Zeros in rows of d without a group; their scales are those of the cast of zeros."""
+        d[rows].view(torch.uint8).zero_()
+        if self.sfd is not None:
+            zeros = torch.zeros(1, SCALE_BLOCK, device=d.device)
+            self.sfd[rows] = cast_blocks(zeros, 1, SCALE_BLOCK, self.power_of_two)[1]
+
+    def write(self, d: Tensor, where: tuple[slice, slice], product: Tensor, c: Tensor | None = None) -> None:
+        """Round the result to d's dtype. `needs_rows`: ``where`` is all of d."""
+        x = self(product, where, c)
+        if self.sfd is None:
+            (d if self.needs_rows else d[where]).copy_(x)
+            return
+        values, scales = cast_blocks(x, 1, SCALE_BLOCK, self.power_of_two)
+        d.view(torch.uint8).copy_(values.view(torch.uint8))
+        self.sfd.copy_(scales)
 
 
 def fp8_gemm_reference(
@@ -73,14 +134,26 @@ def fp8_gemm_reference(
     """Write ``(c +) (a * sfa) @ (b * sfb)^T``, or its `Finish`, into ``d``, rounded once to d's dtype. Shapes are those
     of `fp8_gemm_nt`; c (M, N) may be d."""
     with plain_arithmetic(a.device):
-        for rows, columns, block in _product_blocks(a, sfa, b, sfb, torch.float64, scaling):
+        blocks = _product_blocks(a, sfa, b, sfb, torch.float64, scaling)
+        for rows, columns, block in _as_needed(blocks, (a.shape[0], b.shape[0]), finish):
             _write(d, (rows, columns), block, c, finish)
+
+
+def _as_needed(blocks: Iterator[Block], shape: tuple[int, int], finish: Finish | None) -> Iterator[Block]:
+    """The blocks of a product of this shape, or all of it in float32 if its `Finish` needs whole rows."""
+    if finish is None or not finish.needs_rows:
+        yield from blocks
+        return
+    whole = torch.empty(shape, dtype=torch.float32)
+    for rows, columns, block in blocks:
+        whole[rows, columns] = block
+    yield slice(None), slice(None), whole
 
 
 def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | None, finish: Finish | None) -> None:
     added = None if c is None else c[where]
     if finish is not None:
-        d[where].copy_(finish(block, where, added))
+        finish.write(d, where, block, added)
     else:
         d[where].copy_(block if added is None else block + added)
 
@@ -103,14 +176,18 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
     floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements
     are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
     (m, k), n = a.shape, b.shape[0]
-    with plain_arithmetic(a.device):
+
+    def blocks() -> Iterator[Block]:
         step_n = max(1, CHUNK_ELEMENTS // max(k, 1))
         step_m = max(1, CHUNK_ELEMENTS // max(k, min(step_n, n), 1))
         for n0 in range(0, n, step_n):
             b_t = b[n0 : n0 + step_n].double().t()
             for m0 in range(0, m, step_m):
-                block = a[m0 : m0 + step_m].double() @ b_t
-                _write(d, (slice(m0, m0 + step_m), slice(n0, n0 + step_n)), block, c, finish)
+                yield slice(m0, m0 + step_m), slice(n0, n0 + step_n), a[m0 : m0 + step_m].double() @ b_t
+
+    with plain_arithmetic(a.device):
+        for rows, columns, block in _as_needed(blocks(), (m, n), finish):
+            _write(d, (rows, columns), block, c, finish)
 
 
 def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None, sfb: Tensor | None = None) -> None:
@@ -162,7 +239,7 @@ def _product_blocks(
     dtype: torch.dtype,
     scaling: Scalings,
     elementwise: Callable[[Tensor], Tensor] | None = None,
-) -> Iterator[tuple[slice, slice, Tensor]]:
+) -> Iterator[Block]:
     """The product in blocks (rows, columns, values), so that memory is bounded for any size."""
 
     def factor(x: Tensor, sf: Tensor, kind: Scaling, rows: slice) -> Tensor:
@@ -190,8 +267,9 @@ def m_grouped_reference(
     alignment: int = 1,
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> None:
-    """Multiply the rows of each group by its matrix, rounded once to d's dtype.
+    """Multiply the rows of each group by its matrix, and write that, or its `Finish`, rounded once to d's dtype.
 
     a (M, K) and d (M, N) have the group in front in the masked form, and each group right after the one before; b is
     (G, N, K). FP8 operands come with their scales. In the index form, rows without a group are written with zeros. In
@@ -202,11 +280,14 @@ def m_grouped_reference(
         flat_a, flat_d = a.flatten(0, -2), d.view(-1, n)
         for group, where in group_rows(layout, grouping, rows, alignment):
             if group < 0:
-                flat_d[where].zero_()
-            elif sfa is None or sfb is None:
-                half_gemm_reference(flat_a[where], b[group], flat_d[where])
+                (finish or Finish()).write_zeros(flat_d, where)
+                continue
+            own = finish and finish.of_group(group, where, d)
+            if sfa is None or sfb is None:
+                half_gemm_reference(flat_a[where], b[group], flat_d[where], finish=own)
             else:
-                fp8_gemm_reference(flat_a[where], sfa.flatten(0, -2)[where], b[group], sfb[group], flat_d[where])
+                scales = sfa.flatten(0, -2)[where], sfb[group]
+                fp8_gemm_reference(flat_a[where], scales[0], b[group], scales[1], flat_d[where], finish=own)
 
 
 def group_rows(layout: Tensor, grouping: Grouping, rows: int, alignment: int = 1) -> Iterator[tuple[int, slice]]:

@@ -159,7 +159,7 @@ def spec(
         k=k,
         a=Operand(product.dtype, major_a, of_a),
         b=Operand(product.dtype, major_b, of_b),
-        d=Operand(output, major="mn", aligned=fresh if aligned is None else aligned),
+        d=Operand(output, "mn", "1x128" if output == "e4m3" else "none", fresh if aligned is None else aligned),
         num_sms=num_sms,
         whole_gpu=whole_gpu,
         block_multiple=options.get_block_size_multiple_of(),

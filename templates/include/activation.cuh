@@ -20,6 +20,19 @@ DG_DEVICE float sigmoid_exp2(float x) { return reciprocal_approximate(1.0f + exp
 
 DG_DEVICE float silu(float x) { return x * sigmoid_exp2(x * -1.4426950408889634f); }
 
+// NaN if either is.
+DG_DEVICE float smaller(float x, float y) {
+  float found;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y));
+  return found;
+}
+
+// silu(gate) * up, of which gate is capped at a limit, and up is held between -limit and limit.
+DG_DEVICE float silu_mul(float gate, float up) { return __fmul_rn(silu(gate), up); }
+DG_DEVICE float silu_mul(float gate, float up, float limit) {
+  return silu_mul(smaller(gate, limit), -smaller(-smaller(up, limit), limit));
+}
+
 // x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, as a sigmoid, whose small values are exact where 1 + tanh cancels.
 DG_DEVICE float gelu_tanh(float x) {
   constexpr float kLinear = -2.0f * 0.7978845608028654f * 1.4426950408889634f;

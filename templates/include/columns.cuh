@@ -53,3 +53,11 @@ struct TileColumns {
     return found;
   }
 };
+
+// The columns of a tile of a product with a gate: half of them are gate's, and half of them up's.
+template <u32 kBlockN>
+struct GatedColumns {
+  enum : u32 { kScales = 2, kSegments = 1 };
+  static DG_DEVICE constexpr u32 scale_begin(u32 scale) { return scale * (kBlockN / 2); }
+  static DG_DEVICE constexpr u32 scale_end(u32 scale) { return (scale + 1) * (kBlockN / 2); }
+};

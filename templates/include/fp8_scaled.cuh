@@ -28,7 +28,8 @@ struct Fp8ScaledLayout {
   // boxes of A have some rows of a tile, so that most padding is not loaded.
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
-  using B = OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>;
+  enum : bool { kGated = Epilogue<Output<Tile::kElement>>::kGated };  // B is gate's rows, and then up's
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
@@ -36,8 +37,10 @@ struct Fp8ScaledLayout {
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Exchange = SplitKExchange<kBlockN, kSlices, 1, 1, kConsumers>;
   using Scales = TileScales<Fp8ScaledLayout>;
-  using Store = PartStore<Tile::kElement, kBlockN, kSlices, kConsumers, Tile::kBuffers, Mma::kN>;
-  static_assert(Mma::kN % Store::kBoxColumns == 0, "a product's columns are whole parts");
+  enum : u32 { kColumns = kBlockN / B::kHalves };  // of D
+  using Store = PartStore<Tile::kElement, kColumns, kSlices, kConsumers, Tile::kBuffers, min_of(Mma::kN, +kColumns)>;
+  static_assert(kColumns % Store::kBoxColumns == 0 && Mma::kN % Store::kBoxColumns == 0, "a product's columns are whole parts");
+  static_assert(!kGated || (Tile::kTmaStore && kSlices == 1 && kScaling == k1D2D), "other tiles have no gate");
 
   // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, and scales on the 128-byte boundaries of TMA.
   enum : u32 { kRowBytes = kScaling == kRowwise ? 0 : ceil_div(kBlockM * 4, 128) * 128 };
@@ -72,7 +75,7 @@ struct Fp8Scaled {
   };
 
   // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
-  using Columns = TileColumns<kBlockN>;
+  using Columns = Choice<Layout::kGated, GatedColumns<kBlockN>, TileColumns<kBlockN>>;
   using Weights = BlockScales<Columns::kScales, typename Layout::Order>;
   static_assert(kScaling != k1D2D || Columns::kSegments == 1);
 
@@ -113,7 +116,8 @@ struct Fp8Scaled {
     using Type = u32;
   };
   enum : bool { kHasBias = Kernel::kByRows && Final::kHasBias };
-  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) || kHasBias };
+  enum : bool { kCastsMasked = Tile::kElement == kE4m3 && Layout::kGrouping == kMasked };
+  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) || kHasBias || kCastsMasked };
   using Matrix = typename MatrixOf<kNeedsMatrix>::Type;
 
   Kernel kernel;
@@ -123,7 +127,9 @@ struct Fp8Scaled {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
-      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore);
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
+        if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
+      });
     });
   }
 
@@ -147,7 +153,8 @@ struct Fp8Scaled {
   DG_DEVICE typename Weights::Part part(const Scheduler& tile) const {
     typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
-    for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = tile.column / 128 + scale;
+    for (u32 scale = 0; scale < Columns::kScales; ++scale)
+      found.row[scale] = Layout::kGated ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
     return found;
   }
 
@@ -249,6 +256,15 @@ struct Fp8Scaled {
   // elements of C or scales do not fit in registers.
   template <u32 kUnit>
   DG_DEVICE void finish(Sums& sums, u32 row, u32 column, u32 end, Matrix matrix, const Place& at, u32& which, LateScales& late) const {
+    if constexpr (!Layout::kGated) {
+      finish_unit<kUnit>(sums, row, column, end, matrix, at, which, late);
+    } else if constexpr (kUnit + 1 == Mainloop::kUnits) {  // gate's sums are held until up's are final
+      finish_gated(sums[0], row + at.first_row + at.warp * 16 + at.lane / 4, column / 2, end, matrix, at, which);
+    }
+  }
+
+  template <u32 kUnit>
+  DG_DEVICE void finish_unit(Sums& sums, u32 row, u32 column, u32 end, Matrix matrix, const Place& at, u32& which, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
     const u32 y = row + at.first_row + kSlice * 64 + at.warp * 16 + at.lane / 4;
 #pragma unroll
@@ -263,14 +279,7 @@ struct Fp8Scaled {
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
-#pragma unroll
-        for (u32 i = 0; i < Store::kWords; ++i) {
-          if constexpr (Tile::kElement == kF32) {
-            words[i] = __float_as_uint(sum[i]);
-          } else {
-            words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
-          }
-        }
+        to_words(sum, words);
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
@@ -288,6 +297,37 @@ struct Fp8Scaled {
     }
     if constexpr (Mainloop::kParts > 1 && kUnit + 1 < Mainloop::kUnits)
       load_late(late, column + (kUnit + 1) % Mainloop::kParts * Mma::kN, at);
+  }
+
+  // All sums of a tile with a gate. `row` is this thread's first one, and `column` the tile's, in D.
+  DG_DEVICE void finish_gated(float* sums, u32 row, u32 column, u32 end, Matrix matrix, const Place& at, u32& which) const {
+#pragma unroll
+    for (u32 box = 0; box < Layout::kColumns; box += kBoxColumns) {
+      float *gate = sums + box / 2, *up = gate + Layout::kColumns / 2;
+      // Always true. The branch is for ptxas, which would otherwise move it above the product that has just been issued.
+      if (column < kernel.columns())
+        Final::template finish<kBoxColumns, min_of(kBoxColumns, 32)>(kernel, gate, up, row, end, matrix, at.lane, kernel.columns(),
+                                                                     [&](u32 i) { return column + box + i; });
+      u32 words[Store::kWords];
+      if constexpr (Tile::kElement == kE4m3) {
+        Final::cast(kernel, gate, words, row, end, column / 128, matrix, at.lane);
+      } else {
+        to_words(gate, words);
+      }
+      Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
+    }
+  }
+
+  // A part's elements as words.
+  static DG_DEVICE void to_words(const float* sum, u32 (&words)[Store::kWords]) {
+#pragma unroll
+    for (u32 i = 0; i < Store::kWords; ++i) {
+      if constexpr (Tile::kElement == kF32) {
+        words[i] = __float_as_uint(sum[i]);
+      } else {
+        words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+      }
+    }
   }
 
   // Calls `use(sum, y, x)` for each pair of sums of a part that are neighbours in D; (y, x) is the place of the first of the two.
@@ -331,7 +371,7 @@ struct Fp8Scaled {
     Store::template store_all<(Kernel::kByRows)>(
         staging(), tile,
         [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
-          x = at.column;
+          x = kernel.column(at);
           y = at.row + consumer * 64 * kSlices;
           return kernel.end(at);
         },
@@ -350,8 +390,8 @@ struct Fp8Scaled {
         },
         [&](u32 source, u32 x, u32 y, u32 rows) {
           u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
-          Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+          Store::copy_rows(source, to, arg.d_stride, rows, kernel.columns() - x, threadIdx.x % 32);
         },
-        kernel.n());
+        kernel.columns());
   }
 };

@@ -106,19 +106,22 @@ struct GemmKernel {
       return m();
     }
   }
-  // Called by the store warp after all tiles.
-  template <u32 kBytes>
-  DG_DEVICE void zero_padding(bool aligned) const {
+  // Called by the store warp after all tiles. See groups.cuh.
+  template <u32 kBytes, class Also>
+  DG_DEVICE void zero_padding(bool aligned, const Also& also) const {
     if constexpr (Layout::kGrouping == kIndex)
       ::zero_padding<typename Layout::Table, Layout::kBlockM, Layout::kSegments, kBytes>(
-          shared + Layout::kOffsetGroups, arg.d, arg.d_stride, m(), n(), aligned, threadIdx.x % 32);
+          shared + Layout::kOffsetGroups, arg.d, arg.d_stride, m(), columns(), aligned, threadIdx.x % 32, also);
   }
+  // Columns of D, and the first one of a tile. Of a product with a gate they are half of the rows of B.
+  DG_DEVICE u32 columns() const { return n() / B::kHalves; }
+  DG_DEVICE u32 column(const Scheduler& tile) const { return tile.column / B::kHalves; }
   // The first row of B of a tile. Matrices B of groups lie one after the other; MN-major ones along K.
   DG_DEVICE u32 weights_row(const Scheduler& tile) const {
     if constexpr (kByRows && !Layout::B::kAlongRows) {
-      return tile.group * n() + tile.column;
+      return tile.group * n() + column(tile);
     } else {
-      return tile.column;
+      return column(tile);
     }
   }
   // The group whose matrix D a tile belongs to, if each group has one.
@@ -275,7 +278,7 @@ struct GemmKernel {
     const Order order = this->order();
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(B::kBytes, kClusterK > 1 || arg.early_stages > 0));
-      B::with_boxes(b(first), first.column, part_b(), [&](const auto& each_box) {
+      B::with_boxes(b(first), column(first), part_b(), [&](const auto& each_box) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
           if constexpr (kManyAB) {
@@ -296,7 +299,7 @@ struct GemmKernel {
     if (arg.raster->ahead > 0 && group < arg.groups && elect_one()) {
 #pragma unroll 1
       for (u32 step = 0; step < arg.raster->ahead; ++step)
-        tma_prefetch(arg.map_b, step * kBlockK, group * n() + tile * Layout::kBlockN);
+        tma_prefetch(arg.map_b, step * kBlockK, group * n() + tile * (Layout::kBlockN / B::kHalves));
     }
     __syncwarp();
   }

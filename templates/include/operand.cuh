@@ -16,6 +16,7 @@ struct OperandTile {
   enum : u32 { kBlockK = 128 / kElementBytes, kBoxBytes = 64 * 128 };
   enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
   enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
+  enum : u32 { kHalves = 1 };  // 2 for a tile of two halves of the operand
   static_assert(kMapRows == 0 || (kParts == 1 && kRows % kMapRows == 0));
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
@@ -73,4 +74,23 @@ struct OperandTile {
 
   // Low word of the descriptor of the tile at `address`.
   static DG_DEVICE u32 descriptor(u32 address) { return descriptor_low(address, kMnMajor ? kBoxBytes : 16); }
+};
+
+// The tile of B of a product with a gate, in FP8: half of its rows are gate's, from `first` on, and half of them up's, which are half of
+// B's rows further on. All of them exist.
+template <u32 kRows, u32 kParts>
+struct GatedTile : OperandTile<kRows, false, kParts, false, 1> {
+  using Source = typename OperandTile<kRows, false, kParts, false, 1>::Source;
+  enum : u32 { kHalves = 2, kBytes = kRows * 128, kBoxRows = kRows / 2 / kParts };
+
+  static DG_DEVICE u32 bytes(const Source&, u32) { return kBytes; }
+
+  template <class Use>
+  static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
+    const u32 row = first + part * kBoxRows;
+    use([&](u32 k, const auto& load) {
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) load(from.map, (half * kRows / 2 + part * kBoxRows) * 128, k, row + half * (from.edge / 2));
+    });
+  }
 };

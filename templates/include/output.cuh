@@ -2,7 +2,7 @@
 #pragma once
 #include "types.cuh"
 
-enum Element : u32 { kBf16, kF16, kF32 };
+enum Element : u32 { kBf16, kF16, kF32, kE4m3 };
 
 // How C is added to the product. kNothing: there is no C. kReads: consumers read C and add it. kReduces: C is D and float32, and
 // TMA adds the product to D in L2.
@@ -10,11 +10,11 @@ enum Accumulate : u32 { kNothing, kReads, kReduces };
 
 template <u32 kElement>
 struct Output {
-  enum : u32 { kBytes = kElement == kF32 ? 4 : 2 };
+  enum : u32 { kBytes = kElement == kF32 ? 4 : kElement == kE4m3 ? 1 : 2 };
 
   // Two neighbours of a thread's registers as one word of 16-bit elements, rounded to nearest. FP16 overflows to infinity.
   static DG_DEVICE u32 apply(float low, float high) {
-    static_assert(kElement != kF32, "float32 elements are words of their own");
+    static_assert(kElement <= kF16, "float32 elements are words of their own, and FP8 has scales");
     u32 packed;
     if constexpr (kElement == kBf16) {
       asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

@@ -18,9 +18,9 @@
 template <u32 kElement, u32 kColumns, u32 kSlices, u32 kConsumers, u32 kBuffers, u32 kWidth = kColumns, bool kSwapped = false>
 struct PartStore {
   using Out = Output<kElement>;
-  enum : u32 { kWidest = kElement == kF32 ? 32 : 64 };
+  enum : u32 { kWidest = 128 / Out::kBytes };
   enum : u32 { kBoxColumns = kSwapped || kWidth % kWidest == 0 ? +kWidest : kWidth % 32 == 0 ? 32 : 16 };
-  static_assert(!kSwapped || (kElement != kF32 && kColumns % 8 == 0));
+  static_assert(!kSwapped || (Out::kBytes == 2 && kColumns % 8 == 0));
   enum : u32 { kRowBytes = kBoxColumns * Out::kBytes, kBoxBytes = 64 * kRowBytes };
   enum : u32 { kBoxes = ceil_div(kColumns, kBoxColumns), kParts = kSlices * kBoxes };
   enum : u32 { kBytes = kConsumers * kBuffers * kBoxBytes };
@@ -28,8 +28,8 @@ struct PartStore {
   // reading, so their buffers are free.
   enum : u32 { kPending = kConsumers * kBuffers - (kBuffers == 2 ? +kConsumers : 1) };
   enum : u32 { kThreads = 128 + 32 };  // a consumer and the store warp
-  // A part's words of a thread: pairs of 16-bit elements, or float32.
-  enum : u32 { kWords = kBoxColumns / (kElement == kF32 ? 2 : 4) };
+  // A part's words of a thread: pairs of 16-bit elements, float32, or for FP8 pairs of two rows that are eight apart.
+  enum : u32 { kWords = kBoxColumns * Out::kBytes / 8 };
   static_assert(kConsumers * kBuffers <= 4);  // there are as many named barriers of each kind
 
   static DG_DEVICE u32 buffer(u32 staging, u32 consumer, u32 which) {
@@ -55,6 +55,14 @@ struct PartStore {
         const u32 unit = i / 2 + lane % 4 / 2, within = lane % 2 * 8;
         store_pair(to + row * kRowBytes + swizzled(row, unit) * 16 + within, words[i], words[i + 1]);
         store_pair(to + (row + 8) * kRowBytes + swizzled(row + 8, unit) * 16 + within, words[i + 2], words[i + 3]);
+      }
+    } else if constexpr (kElement == kE4m3) {
+      const u32 row = warp * 16 + lane / 4;
+#pragma unroll
+      for (u32 i = 0; i < kWords; ++i) {  // eight columns
+        const u32 place = to + swizzled(row, i / 2) * 16 + i % 2 * 8 + lane % 4 * 2;
+        store_half(place + row * kRowBytes, words[i]);
+        store_half(place + (row + 8) * kRowBytes, words[i] >> 16);
       }
     } else if constexpr (kSwapped) {
       const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;  // this lane's address is of one row of D
@@ -147,6 +155,10 @@ struct PartStore {
   static DG_DEVICE u32 swizzled(u32 row, u32 unit) {
     constexpr u32 kUnits = kRowBytes / 16;
     return unit ^ (row / (8 / kUnits) % kUnits);
+  }
+
+  static DG_DEVICE void store_half(u32 address, u32 word) {
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(word)) : "memory");
   }
 
   static DG_DEVICE void store_pair(u32 address, u32 first, u32 second) {

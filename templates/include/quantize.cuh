@@ -1,9 +1,8 @@
-// What the casts to FP8 (E4M3) share. A block of a matrix is cast to value / scale, where scale = max(largest magnitude, epsilon) /
-// 448, or the next power of two. Scales below 2^-128 would have no reciprocal in float32: except for 0, they count as that. Every
-// step is an IEEE float32 operation, so that torch computes the same bytes (see quantisation.py).
+// What the casts to FP8 (E4M3) share; see scale_rule.cuh for their arithmetic.
 #pragma once
 #include "activation.cuh"
 #include "barrier.cuh"
+#include "scale_rule.cuh"
 
 enum Source : u32 { kSourceBf16, kSourceF16, kSourceF32 };
 
@@ -38,33 +37,6 @@ struct TilePlace {
   DG_DEVICE explicit TilePlace(u32 band)
       : row((blockIdx.y << band) + (blockIdx.x & ((1u << band) - 1))), column(blockIdx.x >> band) {}
 };
-
-struct ScaleRule {
-  u32 epsilon;  // float32 bits
-  bool power_of_two;
-
-  // Magnitudes are compared as integers, so that NaN is the largest.
-  DG_DEVICE float scale(u32 largest) const {
-    const u32 exact = __float_as_uint(__fdiv_rn(__uint_as_float(max_of(largest, epsilon)), 448.0f));
-    const u32 bits = exact == 0 ? 0 : max_of(exact, 0x00200000);
-    return __uint_as_float(power_of_two && bits <= 0x7F800000 ? (bits + 0x007FFFFF) & 0x7F800000 : bits);
-  }
-
-  // The factor for values: 1 / scale. Blocks of zeros without an epsilon stay zeros.
-  static DG_DEVICE float inverse(float scale) {
-    const float exact = __frcp_rn(scale), largest = __uint_as_float(0x7F7FFFFF);
-    return scale == 0.0f ? 0.0f : exact > largest ? largest : exact;
-  }
-};
-
-// Four values as bytes, the first in the lowest.
-DG_DEVICE u32 to_e4m3(float a, float b, float c, float d) {
-  u32 packed;
-  asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      " mov.b32 %0, {low, high};\n}"
-      : "=r"(packed) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return packed;
-}
 
 // Sixteen bytes, or zeros. Hints that L1 need not keep them made casts 3% slower on an H100.
 DG_DEVICE void load_sixteen(const u8* at, bool exist, u32* words) {

@@ -123,13 +123,6 @@ struct RowsTile {
   }
 };
 
-// NaN if either is.
-DG_DEVICE float smaller(float x, float y) {
-  float found;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y));
-  return found;
-}
-
 // gelu(x + y)
 template <bool kTanh>
 struct AddGelu {
@@ -166,11 +159,9 @@ struct SiluMul {
   }
   template <class Packed>
   DG_DEVICE float value(const Packed (&in)[2], u32 i) const {
-    float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
-    float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
-    gate = smaller(gate, limit);
-    up = -smaller(-smaller(up, limit), limit);
-    const float product = __fmul_rn(silu(gate), up);
+    const float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
+    const float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
+    const float product = silu_mul(gate, up, limit);
     return kFactored ? __fmul_rn(product, factor) : product;
   }
 };

@@ -7,6 +7,8 @@ from typing import Any
 
 import batched_cases
 import batched_mutations
+import epilogue_mutations
+import epilogue_runs
 import grouped_mutations
 import grouped_runs
 import half_mutations
@@ -112,6 +114,10 @@ def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict
     return {"result": run.is_right(load(params, binary))}
 
 
+def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": epilogue_runs.is_right(params, load(params, binary))}
+
+
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
     mutations: plain,
     scaled_mutations: scaled,
@@ -119,6 +125,7 @@ ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool
     grouped_mutations: grouped,
     batched_mutations: batched,
     rows_mutations: rows,
+    epilogue_mutations: finished,
 }
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

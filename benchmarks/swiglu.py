@@ -1,0 +1,95 @@
+"""The first half of a gated MLP: one launch with SwiGLU and FP8 output, against our GEMM and our silu-and-cast kernel.
+
+    python benchmarks/swiglu.py --output FILE
+
+times single calls with a cold L2 (`timing.flush`), and calls in a graph (`timing.graph`), each with weights of its own,
+on one GPU. A row for each case goes to FILE, and a line to the terminal: microseconds, and the time of the two launches
+over that of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+import deep_gemm
+from deep_gemm import Epilogue, fused, quantize
+from deep_gemm.bench import provenance
+from deep_gemm.testing import timing
+
+INNER, HIDDEN = 2048, 7168
+Calls = dict[str, Callable[[], Any]]
+SWIGLU = Epilogue(activation="swiglu")
+
+
+def pair_of(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize.rows(torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16))
+
+
+def dense(m: int, inner: int = INNER, hidden: int = HIDDEN) -> Calls:
+    """The product of m tokens."""
+    x = quantize.rows(torch.randn(m, hidden, device="cuda").bfloat16())
+    w = quantize.blocks(torch.randn(2 * inner, hidden, device="cuda").bfloat16() / 32)
+    half = torch.empty(m, 2 * inner, device="cuda", dtype=torch.bfloat16)
+    h, both = pair_of(m, inner), pair_of(m, inner)
+    d = torch.empty(m, inner, device="cuda", dtype=torch.bfloat16)
+
+    def apart() -> None:
+        deep_gemm.fp8_gemm_nt(x, w, half)
+        fused.silu_and_mul(half, both)
+
+    return {
+        "product": lambda: deep_gemm.fp8_gemm_nt(x, w, half),
+        "apart": apart,
+        "fused": lambda: deep_gemm.fp8_gemm_nt(x, w, h, epilogue=SWIGLU),
+        "fused, bf16": lambda: deep_gemm.fp8_gemm_nt(x, w, d, epilogue=SWIGLU),
+    }
+
+
+CASES: dict[str, tuple[str, Callable[[], Calls]]] = {
+    "dense 4096": ("flush", lambda: dense(4096)),
+    "dense 1024": ("flush", lambda: dense(1024)),
+    "dense 8192, K 2048": ("flush", lambda: dense(8192, 2048, 2048)),
+    "dense 64 in a graph": ("graph", lambda: dense(64)),
+}
+
+
+def measured(mode: str, make: Callable[[], Calls], repeats: int) -> dict[str, float]:
+    if mode == "flush":
+        return timing.flush(make(), repeats=repeats)
+    first = make()
+    weights = 2 * INNER * HIDDEN
+    sets = [first, *(make() for _ in range(timing.GRAPH_WEIGHT_BYTES // weights))]
+    return timing.graph({name: [calls[name] for calls in sets] for name in first})
+
+
+def measure(names: tuple[str, ...], repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each case."""
+    for name, (mode, make) in CASES.items():
+        if not names or name in names:
+            us = measured(mode, make, repeats)
+            yield {"case": name, "mode": mode, "us": us, "speedup": us["apart"] / us["fused"]}
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
+@click.option("--case", "names", type=click.Choice(list(CASES)), multiple=True, help="All if there is none.")
+@click.option("--repeats", default=30, help="Calls of each.")
+def main(output: Path | None, names: tuple[str, ...], repeats: int) -> None:
+    """Time SwiGLU with FP8 output, fused and apart."""
+    origin = provenance.environment()
+    for row in measure(names, repeats):
+        if output is not None:
+            with output.open("a") as file:
+                file.write(json.dumps({**row, **origin}) + "\n")
+        times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
+        click.echo(f"{row['case']:24} {times} us; apart / fused {row['speedup']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The rules for FP8 products with a gate, SwiGLU, dense and with groups along M."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from ..arch import ArchSpec
+from ..params import GemmConfig
+from ..spec import SCALE_BLOCK, GemmSpec
+from . import serving
+from .fp8_scaled import Fp8Scaled
+from .gemm import ALONG_M, GemmFamily
+
+_WIDTHS = (64, 128, 256)
+"""Columns of tiles, of which half are gate's: each half lies in one block of B's scales."""
+
+
+class Fp8Gated(Fp8Scaled):
+    """Tiles of `Fp8Scaled`, whose consumers have gate and up in the same thread. N is that of the product: gate's and
+    up's columns."""
+
+    gated = True
+
+    def __init__(self) -> None:
+        super().__init__(groups="gated")
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        """Tiles of 64 or 128 rows, without clusters or in pairs that share B, with one set of partial sums or two."""
+        clusters = (1, 1), (2, 1)
+        return itertools.product((64, 128), _WIDTHS, clusters, (1, 2), (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        c = config
+        if c.block_n not in _WIDTHS:
+            return f"block_n must be one of {_WIDTHS}, so that both halves lie in one block of scales, not {c.block_n}"
+        if c.slices != 1:
+            return f"a consumer has gate and up of 64 rows, not of {c.slices * 64}"
+        if c.cluster_n > 1:
+            return "CTAs that share A could lie outside of D"
+        if c.num_consumers > 1 and c.num_partials > 1:
+            return "two consumers have one set of partial sums"
+        return super().illegal(config, arch)
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+        """With groups there are no clusters. FP8 is written by tiles that have all columns of a scale."""
+        if spec.grouping != "none" and config.cluster_size > 1:
+            return False
+        if spec.d.dtype == "e4m3" and self.columns_of_d(config.block_n) != SCALE_BLOCK:
+            return False
+        return super().fits(spec, config, accumulate, scaling)
+
+
+def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:
+    if spec.n % (2 * SCALE_BLOCK):
+        return f"columns of gate, half of N, must be a multiple of {SCALE_BLOCK}, not {spec.n / 2:g}"
+    return None
+
+
+def _gated(config: GemmConfig) -> dict[str, Any]:
+    return {"epilogue": "swiglu+fp8", "output": "e4m3"} if config.block_n == 256 else {"epilogue": "swiglu"}
+
+
+FP8_GATED = GemmFamily(
+    name="sm90_fp8_gated",
+    rules=Fp8Gated(),
+    serving=serving.FP8_GATED,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16", "f16", "f32", "e4m3"),
+    groupings=("none", *ALONG_M),
+    accumulates=("none",),
+    aligned_d=True,
+    limit=_gate_has_whole_blocks,
+    label="gated ",
+    serving_options=_gated,
+    varied=(
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+clamp:7.0"}),
+        ((128, 256, (2, 1), 1, 1), {"epilogue": "alpha+rows+bias:f32+swiglu", "output": "f32"}),
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8:ue8m0", "output": "e4m3", "grouping": "psum"}),
+        ((128, 256, (1, 1), 1, 1), {"epilogue": "swiglu+fp8", "output": "e4m3", "grouping": "contiguous"}),
+        (
+            (128, 256, (1, 1), 1, 1),
+            {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"},
+        ),
+        ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
+    ),
+)

@@ -1,0 +1,284 @@
+"""SwiGLU over two halves of B: what it means, what is refused, and the arithmetic of its cast."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from gpu_fakes import FakeGpu, gpu
+from host_code import compiled, pairs
+
+import deep_gemm
+from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
+from deep_gemm.arch import SM90
+from deep_gemm.kernels.epilogues import Parts, parse
+from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.ops.cast_reference import cast_blocks
+
+__all__ = ["gpu"]
+
+M, INNER, K = 9, 256, 384
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fp8() -> tuple[Pair, Pair, torch.Tensor]:
+    """a, b and the product in float32."""
+    a, b = quantize.rows(random(M, K, seed=1)), quantize.blocks(random(2 * INNER, K, seed=2) / 8)
+    product = torch.empty(M, 2 * INNER)
+    deep_gemm.fp8_gemm_nt(a, b, product)
+    return a, b, product
+
+
+def steps(product: torch.Tensor, **parts: Any) -> torch.Tensor:
+    """The steps one by one."""
+    x = product * parts.get("alpha", 1.0)
+    x = x + parts["bias"] if "bias" in parts else x
+    gate, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    if "clamp" in parts:
+        gate, up = gate.clamp(max=parts["clamp"]), up.clamp(-parts["clamp"], parts["clamp"])
+    h = torch.nn.functional.silu(gate) * up
+    return h * parts["row_factor"][:, None] if "row_factor" in parts else h
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clamp": {"clamp": 0.5},
+    "all": {"alpha": 0.5, "bias": random(2 * INNER, seed=3), "clamp": 2, "row_factor": random(M, seed=4)},
+}
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
+@pytest.mark.parametrize("name", PARTS)
+def test_d_is_silu_of_gate_times_up_rounded_once(name: str, dtype: torch.dtype) -> None:
+    a, b, product = fp8()
+    d = torch.empty(M, INNER, dtype=dtype)
+    deep_gemm.fp8_gemm_nt(a, b, d, epilogue=Epilogue(activation="swiglu", **PARTS[name]))
+    assert torch.equal(d, steps(product, **PARTS[name]).to(dtype))
+
+
+@pytest.mark.parametrize("use_ue8m0", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+def test_fp8_is_the_cast_of_the_float32_result(name: str, use_ue8m0: bool) -> None:
+    a, b, product = fp8()
+    d = quantize.rows(torch.zeros(M, INNER))
+    deep_gemm.fp8_gemm_nt(a, b, d, epilogue=Epilogue(activation="swiglu", use_ue8m0=use_ue8m0, **PARTS[name]))
+    wanted = quantize.rows(steps(product, **PARTS[name]), use_ue8m0=use_ue8m0)
+    assert torch.equal(d[0].view(torch.uint8), wanted[0].view(torch.uint8))
+    assert torch.equal(d[1], wanted[1])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_sixteen_bits_have_a_reference(kind: str) -> None:
+    dtype, call = {"bf16": (BF16, deep_gemm.bf16_gemm_nt), "fp16": (torch.float16, deep_gemm.fp16_gemm_nt)}[kind]
+    a, b = random(M, K).to(dtype), (random(2 * 30, K, seed=1) / 8).to(dtype)
+    d = torch.empty(M, 30, dtype=F32)
+    call(a, b, d, epilogue=Epilogue(activation="swiglu", clamp=1.0))
+    product = (a.double() @ b.double().t()).float()
+    assert torch.equal(d, steps(product, clamp=1.0))
+
+
+def test_k_may_be_0_and_a_row_of_zeros_has_the_least_scale() -> None:
+    a, b, _ = fp8()
+    d = quantize.rows(torch.ones(M, INNER))
+    nothing = [(x[:, :0], sf[:, :0]) for x, sf in (a, b)]
+    deep_gemm.fp8_gemm_nt(*nothing, d, epilogue=Epilogue(activation="swiglu"))
+    assert (d[0].float() == 0).all()
+    assert torch.equal(d[1], torch.full((M, 2), 1e-4) / 448)
+
+
+def test_what_is_not_finite_stays_in_its_place() -> None:
+    a, b, _ = fp8()
+    for value in (float("nan"), float("inf"), -float("inf"), 88.0, -88.0, 0.0, -0.0):
+        bias = torch.full((2 * INNER,), -60.0)  # silu is tiny there
+        bias[7] = value
+        d = torch.empty(M, INNER)
+        deep_gemm.fp8_gemm_nt(a, b, d, epilogue=Epilogue(bias, "swiglu", alpha=0.0))
+        wanted = torch.nn.functional.silu(torch.tensor(value)) * -60.0
+        torch.testing.assert_close(d[:, 7], wanted.expand(M), equal_nan=True, rtol=1e-6, atol=0)
+        assert d[:, [at for at in range(INNER) if at != 7]].isfinite().all()
+
+
+def given(d: Any = None, c: Any = None, **parts: Any) -> Callable[[], object]:
+    """A call with an epilogue of these parts."""
+    a, b, _ = fp8()
+    out = torch.empty(M, INNER) if d is None else d
+    return lambda: deep_gemm.fp8_gemm_nt(a, b, out, c, epilogue=Epilogue(**{"activation": "swiglu", **parts}))
+
+
+def pair(rows: int = M, columns: int = INNER) -> Pair:
+    return quantize.rows(torch.zeros(rows, columns))
+
+
+OVERLAPPING = torch.zeros(M * INNER + 4 * M * 2, dtype=torch.uint8)
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "d of the product's shape": (
+        given(torch.empty(M, 2 * INNER)),
+        r"d must have the shape \(9, 256\), .* gate has half",
+    ),
+    "c": (given(c=torch.empty(M, INNER)), "c and swiglu cannot be combined: c would have gate's and up's columns"),
+    "residual": (
+        given(residual=torch.empty(M, INNER)),
+        "swiglu and a residual cannot be combined. Add the residual after",
+    ),
+    "alpha, a tensor": (given(alpha=torch.ones(1)), "alpha must be a number with swiglu, not a tensor"),
+    "bias of half": (
+        given(bias=torch.ones(INNER)),
+        r"bias of the epilogue must have the shape \(512,\), but it has \(256,\)",
+    ),
+    "clamp, negative": (given(clamp=-1.0), "clamp must be a number from 0 that float32 can hold, but it is -1.0"),
+    "clamp, too large": (given(clamp=1e39), "clamp must be a number from 0 that float32 can hold"),
+    "clamp, a text": (given(clamp="7"), "clamp must be a number from 0 .*, but it is '7'"),
+    "clamp of another": (given(activation="silu", clamp=1.0), "clamp is swiglu's limit, but the activation is 'silu'"),
+    "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
+    "fp8 of another": (
+        given(pair(M, 2 * INNER), activation="silu"),
+        "is written with activation='swiglu' only.*quantize.rows",
+    ),
+    "values": (given((torch.empty(M, INNER), pair()[1])), "the values of d must be torch.float8_e4m3fn, but they are"),
+    "values, shape": (given(pair(M, 2 * INNER)), r"d must have the shape \(9, 256\)"),
+    "scales, shape": (
+        given((pair()[0], torch.empty(M, 1))),
+        r"the scales of d must be torch.float32 \(9, 2\), one for",
+    ),
+    "scales, dtype": (given((pair()[0], torch.empty(M, 2).half())), r"the scales of d must be torch.float32 \(9, 2\)"),
+    "one of two": (given(pair()[:1]), r"d must be a pair \(tensor, scales\), but it has 1 elements. Pass FP8 values"),
+    "overlap": (
+        given((OVERLAPPING[: M * INNER].view(E4M3).view(M, INNER), OVERLAPPING[: M * 8].view(F32).view(M, 2))),
+        "d and the scales of d share memory",
+    ),
+    "odd": (
+        lambda: deep_gemm.bf16_gemm_nt(
+            random(M, 8).bfloat16(), random(3, 8).bfloat16(), torch.empty(M, 1), epilogue=Epilogue(activation="swiglu")
+        ),
+        "b must have an even number of rows for swiglu, gate's and then as many of up, but N is 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
+    call, sentence = REFUSED[name]
+    with pytest.raises((InvalidInputError, UnsupportedError), match=sentence):
+        call()
+
+
+NO_KERNEL = {
+    "columns": (
+        ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
+        "columns of gate, half of N, must be a multiple of 128",
+    ),
+    "16 bits": (ops.spec(64, 512, 512, 132, "bf16_gemm_nt", epilogue="swiglu"), "it has no gate for SwiGLU"),
+    "1D1D": (
+        ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
+        "scales of A and B must be 1x128 and 128x128",
+    ),
+    "rows of d": (ops.spec(64, 512, 512, 132, epilogue="swiglu", aligned=False), "rows of D must begin on 16-byte"),
+    "another activation": (
+        ops.spec(64, 512, 512, 132, output="e4m3", epilogue="silu+fp8"),
+        "products with a gate only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_KERNEL)
+def test_what_has_no_kernel_says_why(name: str) -> None:
+    spec, sentence = NO_KERNEL[name]
+    with pytest.raises(UnsupportedError, match=sentence):
+        kernels.for_spec(spec, SM90)
+
+
+@pytest.mark.parametrize("grouping", ["none", "contiguous", "psum", "masked"])
+@pytest.mark.parametrize("output", FP8_GATED.outputs)
+def test_all_that_a_scale_is_for_is_in_one_tile(output: str, grouping: str) -> None:
+    """FP8 is written by tiles of 128 columns of D; groups have no clusters."""
+    spec = ops.spec(256, 4096, 7168, 132, epilogue="swiglu" + "+fp8" * (output == "e4m3"), output=output, aligned=True)  # type: ignore[arg-type]
+    more = {"none": {}, "masked": {"groups": 4, "expected_m": 20}}.get(grouping, {"groups": 4, "alignment": 128})
+    ranked = select.rank(replace(spec, grouping=grouping, **more), SM90)
+    assert {each.config.family for each in ranked} == {FP8_GATED.name}
+    widths = {each.config.block_n for each in ranked}
+    assert widths == ({256} if output == "e4m3" else {64, 128, 256})
+    assert all(each.config.cluster_size == 1 for each in ranked) or grouping == "none"
+
+
+TEXTS = {
+    Parts(activation="swiglu"): "swiglu",
+    Parts(activation="swiglu", clamp=7.0, cast="1x128"): "swiglu+clamp:7.0+fp8",
+    Parts(True, True, "bf16", "swiglu", False, 0.1, "ue8m0"): "alpha+rows+bias:bf16+swiglu+clamp:0.1+fp8:ue8m0",
+}
+
+
+@pytest.mark.parametrize("parts", TEXTS, ids=str)
+def test_a_text_names_all_parts(parts: Parts) -> None:
+    assert str(parts) == TEXTS[parts]
+    assert parse(str(parts)) == parts
+
+
+def test_kernels_get_the_scales_as_an_operand(gpu: FakeGpu) -> None:
+    """They may have any strides that do not overlap, and are written: a replay at other addresses looks at them."""
+    a, b, _ = fp8()
+    scales = torch.zeros(2, M + 7)[:, :M].t()
+    for _ in range(2):
+        values = torch.zeros(M, INNER + 16).to(E4M3)[:, :INNER]
+        deep_gemm.fp8_gemm_nt(a, b, (values, scales), epilogue=Epilogue(activation="swiglu", clamp=7.0))
+        launched = gpu.launched[-1]
+        assert (launched.spec.n, launched.spec.d.dtype, launched.spec.d.scaling) == (2 * INNER, "e4m3", "1x128")
+        assert launched.spec.epilogue == "swiglu+clamp:7.0+fp8"
+        assert (launched.strides["d"], launched.strides["sfd"]) == ((INNER + 16, 1), (1, M + 7))
+        assert (launched.at["d"], launched.at["sfd"]) == (values.data_ptr(), scales.data_ptr())
+
+
+class Layer(torch.nn.Module):
+    """The first half of a gated MLP, to FP8."""
+
+    def forward(self, a: Pair, b: Pair, d: Pair) -> torch.Tensor:
+        deep_gemm.fp8_gemm_nt(a, b, d, epilogue=Epilogue(activation="swiglu"))
+        return d[1] * 2
+
+
+def test_torch_knows_that_scales_are_written() -> None:
+    a, b, product = fp8()
+    d, wanted = pair(), quantize.rows(steps(product))
+    found = torch.compile(Layer(), backend="aot_eager", fullgraph=True)(a, b, d)
+    assert torch.equal(found, 2 * wanted[1])
+    assert torch.equal(d[0].view(torch.uint8), wanted[0].view(torch.uint8))
+
+
+# ------------------------------------------------------------------------------------------------ arithmetic
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    code = "".join(
+        f'extern "C" void {name}(float* x, long count) {{ for (long i = 0; i < count; ++i) x[i] = {of}; }}\n'
+        for name, of in (
+            ("scale", "ScaleRule{0x38D1B717, false}.scale_of_normal(__float_as_uint(x[i]))"),
+            ("power", "ScaleRule{0x38D1B717, true}.scale_of_normal(__float_as_uint(x[i]))"),
+            ("inverse", "ScaleRule::inverse_of_normal(x[i])"),
+        )
+    )
+    return compiled(tmp_path_factory.mktemp("host"), "scale_rule.cuh", code)
+
+
+@pytest.mark.parametrize("name", ["scale", "power", "inverse"])
+def test_the_scale_without_branches_is_that_of_a_division(library: ctypes.CDLL, name: str) -> None:
+    """For each mantissa, and each exponent that a scale may have."""
+    mantissas = torch.arange(1 << 23, dtype=torch.int32) | 127 << 23
+    exponents = torch.arange(114, 255, dtype=torch.int32)[:, None] << 23 | random(997).mul(2**22).int().abs()
+    special = torch.tensor([0.0, 1e-5, 1e-4, 448.0, float("inf"), float("nan")])
+    x = torch.cat([mantissas.view(F32), exponents.flatten().view(F32), special])
+    found = pairs(library, name, x)
+    if name == "inverse":
+        wanted = (1 / x.double()).float()  # a double's quotient rounds as a float's: it has more than twice the bits
+        wanted, found = (each[(x > 2**-24) & (x < 2.0**120)] for each in (wanted, found))  # as scales may be
+    else:
+        wanted = cast_blocks(x[:, None], 1, 128, name == "power")[1][:, 0]
+    assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
