@@ -6,7 +6,15 @@ from chosen import case
 from epilogue_runs import EXPRESSIONS
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_ROWS, FP8_SCALED, FP8_SWAPPED, HALF_GEMM, HALF_SWAPPED
+from deep_gemm.kernels.families import (
+    FP8_GROUPED,
+    FP8_ROWS,
+    FP8_SCALED,
+    FP8_SWAPPED,
+    HALF_GEMM,
+    HALF_GROUPED,
+    HALF_SWAPPED,
+)
 from deep_gemm.params import KernelParams
 
 _ALL = "alpha+rows+bias:f32+relu+residual"
@@ -20,11 +28,14 @@ KERNELS: dict[str, KernelParams] = {
     "vectors": case(HALF_GEMM, 128, 128, epilogue=_VECTORS),
     "vectors, FP8": case(FP8_SCALED, 128, 128, epilogue=_VECTORS),
     "vectors, swapped": case(HALF_SWAPPED, 64, epilogue=_VECTORS),
+    "groups": case(HALF_GROUPED, 128, 128, grouping="psum", epilogue="bias:f32"),
+    "groups, FP8": case(FP8_GROUPED, 64, 64, grouping="masked", epilogue="bias:f32"),
     "place": case(FP8_ROWS, 128, 192, epilogue=_PLACE),
     "place, swapped": case(FP8_SWAPPED, 32, epilogue=_PLACE),
 }
 
 _UPRIGHT, _SWAPPED = ("rows", "scaled", "half"), ("swapped", "half swapped")
+_GROUPED = ("groups", "groups, FP8")
 _OWN, _OWN_SWAPPED = ("vectors", "vectors, FP8", "place"), ("vectors, swapped", "place, swapped")
 
 # fmt: off
@@ -35,6 +46,8 @@ MUTATIONS = [
              "sum[i + 3] = __fadd_rn(sum[i + 3], even);", (*_UPRIGHT, *_OWN)),
     Mutation("take the bias of the column eight before", "finish.cuh", "bias_of(kernel, weight + 8, Index<0>());",
              "bias_of(kernel, weight, Index<0>());", (*_SWAPPED, *_OWN_SWAPPED)),
+    Mutation("take the bias of the first group", "finish.cuh", "opaque(group) * kernel.arg.bias_stride_g",
+             "0 * kernel.arg.bias_stride_g", _GROUPED),
     Mutation("leave the activation out", "finish.cuh", "        Activation::apply(sum[i + 2], sum[i + 3]);\n", "",
              _UPRIGHT),
     Mutation("leave the activation out, swapped", "finish.cuh", "          Activation::apply(v[2], v[3]);\n", "",

@@ -24,6 +24,7 @@ from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.jit.cache.packable import Kernel
+from deep_gemm.kernels import epilogues
 from deep_gemm.kernels.rows import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
@@ -37,13 +38,18 @@ from deep_gemm.spec import GemmSpec, align
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
-    alignment = get_mk_alignment_for_contiguous_layout()
+    alignment, parts = get_mk_alignment_for_contiguous_layout(), epilogues.parse(shape.epilogue)
+    gated: dict[str, Any] = {}
+    if parts.is_gated:  # d has half of the columns, of one byte or two
+        gated = {"aligned": shape.n // 2 * (1 if parts.cast else 2) % 16 == 0}
+        gated |= {"output": "e4m3"} if parts.cast else {}
     return ops.spec(
         *(*sizes, sms, shape.op, whole_gpu),
         groups=shape.groups,
         alignment=alignment,
         expected_m=shape.expected,
         epilogue=shape.epilogue,
+        **gated,
     )
 
 
@@ -169,8 +175,9 @@ def precompile(
             is an UnsupportedError and nothing is built, since a call would then compile while serving.
         training: also what training of the layers in FP8 needs: the gradients of input and weight, and the casts of
             `deep_gemm.quantize`. A warning says which layers are left out; if all are, that is a part not understood.
-        epilogue: also the dense layers with this epilogue, or with each of several: an `Epilogue`, or its parts as
-            text, such as "bias:bf16+silu" or "alpha+rows+residual" (see `deep_gemm.Epilogue.text`).
+        epilogue: also the layers with this epilogue, or with each of several: an `Epilogue`, or its parts as text, such
+            as "bias:bf16+silu", "alpha+rows+residual" or "swiglu+fp8" (see `deep_gemm.Epilogue.text`). Dense layers
+            take all, experts those without residual and expression.
         fused: also all of `deep_gemm.fused`, in the dtype of the layers and with FP8 results, for rows as wide as the
             K of each dense layer: norms before a layer are that wide, and activations too.
 

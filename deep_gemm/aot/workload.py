@@ -26,6 +26,7 @@ from deep_gemm.aot.layers import (
     is_masked,
 )
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.kernels import epilogues as finishing
 from deep_gemm.log import counted
 from deep_gemm.select import representatives
 
@@ -93,19 +94,25 @@ def shapes(
 ) -> list[GemmShape]:
     """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
     gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens. `untrained` says
-    what is left out. Dense layers also with each of `epilogues`, texts of them."""
+    what is left out. Each layer also with those of `epilogues`, texts, that its operation takes."""
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
             found.append(GemmShape(m, x.n, x.k, x.name, x.op, x.groups))
-            if x.op in DENSE_OPS:
-                found += [replace(found[-1], epilogue=text) for text in epilogues]
+            plain = found[-1]
+            found += [replace(plain, epilogue=text) for text in epilogues if _takes(x.op, text)]
             if training and x.op == FP8:
                 if x.n % K_MULTIPLE == 0:
                     found.append(GemmShape(m, x.k, x.n, f"input gradient of {x.name}", FP8))
                 if m % K_MULTIPLE == 0:
                     found.append(GemmShape(x.n, x.k, m, f"weight gradient of {x.name}", WGRAD))
     return found
+
+
+def _takes(op: str, text: str) -> bool:
+    """Whether calls of this operation may have such an epilogue."""
+    parts = finishing.parse(text)
+    return op in DENSE_OPS or (op in GROUPED_OPS and not (parts.residual or parts.expression))
 
 
 def untrained(layers: Iterable[Layer]) -> tuple[str, ...]:

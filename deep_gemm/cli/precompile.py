@@ -61,7 +61,7 @@ FAILED, PARTIAL = 1, 3
     "finished",
     multiple=True,
     metavar="PARTS",
-    help="Also dense layers with this epilogue, such as bias:bf16+silu; repeatable.",
+    help="Also layers with this epilogue, such as bias:bf16+silu or swiglu+fp8; repeatable.",
 )
 @click.option("--fused", is_flag=True, help="Also all of deep_gemm.fused, for rows as wide as the K of dense layers.")
 @arch_option

@@ -119,8 +119,8 @@ class Epilogue:
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
         activation = self.activation if isinstance(self.activation, str) else ""
         clamp = None if self.clamp is None else float(self.clamp)
-        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp)
-        parts = replace(parts, expression=own.expression if own else None)
+        expression = own.expression if own else None
+        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp, "", expression)
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
@@ -206,16 +206,16 @@ def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
 def _checked(text: Any) -> str:
     if isinstance(text, str):
         parts = parse(text)
-        known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT)) and parts.activation in (
-            "",
-            *Epilogue.ACTIVATIONS,
-        )
-        one = not (parts.activation and parts.expression)
-        if parts != Parts() and known and one and sorted(text.split("+")) == sorted(str(parts).split("+")):
+        is_gated, has_gate = parts.is_gated, parts.clamp is not None or bool(parts.cast)
+        known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
+        known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
+        may = not (parts.activation and parts.expression) and not (is_gated and parts.residual)
+        if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
             return str(parts)
     raise InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
-        f"bias:f32 (or bf16, f16), an activation ({', '.join(ACTIVATIONS)}) and residual, but it is {shown(text)}."
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; and with swiglu alone "
+        f"clamp:LIMIT, and fp8 or fp8:ue8m0 for a d of FP8; but it is {shown(text)}."
     )
 
 

@@ -80,6 +80,8 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
+        if epilogues.parse(epilogue).expression is not None:
+            raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")

@@ -141,6 +141,10 @@ def test_k_may_be_0_for_an_expression_with_a_reference() -> None:
 
 
 def test_groups_take_no_expression() -> None:
+    a, b, d = (torch.zeros(*shape, dtype=BF16) for shape in ((128, 64), (1, 32, 64), (128, 32)))
+    epilogue, labels = Epilogue.custom("own", "return x;"), torch.zeros(128, dtype=torch.int32)
+    with pytest.raises(UnsupportedError, match=r"a GEMM grouped by M takes no Epilogue.custom"):
+        deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, labels, epilogue=epilogue)
     text = str(Parts(expression=Expression("own", "return x;")))
     spec = GemmSpec(
         64, 64, 64, *(Operand("bf16", "k"),) * 2, Operand("bf16", "mn"), 132, grouping="psum", epilogue=text

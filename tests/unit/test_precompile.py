@@ -111,7 +111,7 @@ def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, e
     found = {shape for shapes in work.kernels.values() for shape in shapes}
     assert not work.impossible
     assert {shape.epilogue for shape in found} == {"none"} | ({text} if epilogue else set())
-    assert all(shape.epilogue == "none" for shape in found if shape.groups > 1)
+    assert all(shape.epilogue == "none" for shape in found if shape.groups > 1)  # a residual, or an expression
     if epilogue is None:
         return
     out = torch.float16 if op == "fp16_gemm_nt" else torch.bfloat16
@@ -122,6 +122,30 @@ def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, e
     asked = gpu.launched[-1].spec
     (shape,) = (shape for shape in found if shape.epilogue == text)
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
+
+
+@pytest.mark.parametrize("text", ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu"])
+def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> None:
+    """As calls ask for."""
+    work = build.work_of([{"n": 512, "k": 256, "m": 256, "groups": 2}, "64x512x256"], epilogue=text)
+    assert not work.impossible
+    (a, b), factors, bias = (torch.zeros(256, 256), torch.zeros(2, 512, 256)), torch.zeros(256), torch.zeros(2, 512)
+    x = deep_gemm.per_token_cast_to_fp8(a.bfloat16(), False)
+    pairs = [deep_gemm.per_block_cast_to_fp8(each.bfloat16(), False) for each in b]
+    y = tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+    parts = {"activation": "swiglu", "use_ue8m0": "ue8m0" in text}
+    parts |= {"clamp": 7.0} if "clamp" in text else {}
+    parts |= {"row_factor": factors} if "rows" in text else {}
+    if "bias" in text:
+        parts = {"activation": "silu", "bias": bias.bfloat16()}
+    d: Any = torch.zeros(256, 512 if "bias" in text else 256).bfloat16()
+    d = (d.to(torch.float8_e4m3fn), torch.zeros(256, 2)) if "fp8" in text else d
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, y, d, torch.zeros(256, dtype=torch.int32), epilogue=Epilogue(**parts))
+    asked = gpu.launched[-1].spec
+    found = {shape for shapes in work.kernels.values() for shape in shapes if shape.epilogue != "none"}
+    (shape,) = (shape for shape in found if shape.op == "m_grouped_fp8_gemm_nt_contiguous")
+    assert asked == build.spec_of(shape, SM90, asked.num_sms)
+    assert any(shape.op == "fp8_gemm_nt" for shape in found)
 
 
 def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
@@ -143,7 +167,19 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "none", "mish", "bias:e4m3", "silu+silu", "gelu+silu", "alpha+custom:own", "silu+custom:own(;) return x;"],
+    [
+        "",
+        "none",
+        "mish",
+        "bias:e4m3",
+        "silu+silu",
+        "gelu+silu",
+        "alpha+custom:own",
+        "silu+fp8",
+        "clamp:7.0",
+        "swiglu+residual",
+        "silu+custom:own(;) return x;",
+    ],
 )
 def test_a_text_that_is_no_epilogue_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="epilogue must be"):
