@@ -193,6 +193,20 @@ def expert_parallel(mesh: DeviceMesh, chosen: str, experts: int = 4) -> Errors:
     return errors(found, {name: x[own] if name[0] in "xy" else x for name, x in alone.items()})
 
 
+def sharded_experts(mesh: DeviceMesh) -> Errors:
+    """A step of a mixture that FSDP2 shards, beside one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    layer = MoE(WIDTH, 128, 4, 2, recast="when changed").to(mesh.device_type)
+    steps = [step(layer, *tokens(mesh.device_type, seed=seed)) for seed in range(mesh.size())]
+    fully_shard(layer, mesh=mesh)
+    found, wanted = step(layer, *tokens(mesh.device_type, seed=mesh.get_rank())), dict(steps[mesh.get_rank()])
+    for name, _ in layer.named_parameters():
+        wanted[name] = torch.stack([each[name] for each in steps]).mean(0)
+    return errors(found, wanted)
+
+
 def checkpoint(mesh: DeviceMesh, path: str) -> tuple[set[str], dict[str, bool], bool]:
     """Types of tensors in a checkpoint of shards that are gathered in FP8, whether loading it brings them back, and
     whether the layer still computes in FP8."""
