@@ -71,8 +71,10 @@ def test_tensor_parallel_layers_are_sharded_by_fsdp_too() -> None:
         assert all(error < 0.01 for error in errors.values()), errors
 
 
-def test_fsdp_shards_experts() -> None:
-    for errors in spawned.run(cases.sharded_experts):
+@pytest.mark.parametrize("way", ["plain", "fp8"])
+def test_fsdp_shards_experts(way: str) -> None:
+    for errors, casts in spawned.run(cases.sharded_experts, way):
+        assert casts == 0
         assert len(errors) == 5
         assert all(error < 1e-5 for error in errors.values()), errors
 
