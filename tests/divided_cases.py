@@ -70,12 +70,12 @@ def epilogue() -> Made:
 
 def gated() -> Made:
     """gate's columns and up's, on one rank, become a column of d, which is FP8."""
-    operands = {"a": (half(M, K), "mk"), "b": (half(N, K), "nk")}
-    operands |= pair("d", quantize.rows(half(M, N // 2), row_major=True), "mn")
+    operands = pair("a", quantize.rows(half(M, K)), "mk") | pair("b", quantize.blocks(half(N, K)), "nk")
+    operands |= pair("d", quantize.rows(half(M, N // 2)), "mn")
 
     def run(x: dict[str, Any]) -> None:
-        d = x["d"], x["d_scales"]
-        deep_gemm.bf16_gemm_nt(x["a"], x["b"], d, epilogue=deep_gemm.Epilogue(activation="swiglu"))
+        a, b, d = fp8(x, "a", "b", "d")
+        deep_gemm.fp8_gemm_nt(a, b, d, epilogue=deep_gemm.Epilogue(activation="swiglu"))
 
     return operands, "m", run
 

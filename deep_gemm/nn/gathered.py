@@ -24,8 +24,8 @@ def why_not_sharded(shape: torch.Size, ranks: int) -> str:
 
 
 class Sharded(Tensor):
-    """A weight (out, in) or (groups, out, in) of 16 or 32 bits, of which FSDP2 keeps shards. It casts them to FP8 before
-    it gathers them.
+    """A weight (out, in) or (groups, out, in) of 16 or 32 bits, of which FSDP2 keeps shards. They are cast to FP8
+    before they are gathered.
 
     FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which is its interface for such tensors.
     """
