@@ -44,46 +44,44 @@ def environment_table() -> str:
     return "\n".join(lines)
 
 
-SPEED = (
-    ("reference", "graph", "M <= 64"),
-    ("reference", "flush", "M 65-512"),
-    ("reference", "flush", "M >= 1000"),
-    ("fp8-h100", "graph", "M <= 64"),
-    ("fp8-h100", "flush", "M >= 1000"),
-    ("bf16", "graph", "M <= 64"),
-    ("bf16", "flush", "M 65-512"),
-    ("bf16", "flush", "M >= 1000"),
+DRAWN = "models-h100"
+"""Rows of products that `layers.draw` drew from models that no fit has seen."""
+MODES = (
+    ("graph", "M <= 64"),
+    ("graph", "M 65-512"),
+    ("flush", "M 65-512"),
+    ("flush", "M 513-999"),
+    ("flush", "M >= 1000"),
 )
-"""What README's table of speed shows: a file of rows, a mode, a range of M."""
+SPEED = tuple((op, *how) for op in ("fp8_gemm_nt", "bf16_gemm_nt") for how in MODES)
+"""What README's table of speed shows: an operation, a mode, a range of M."""
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
 
 
 def speed_table(results: Path = RESULTS) -> str:
-    """README's table: a few lines of the summaries of both files, FP8 and BF16."""
+    """README's table: a line for each of `SPEED` that has rows."""
     lines = [
-        "| operation, GPU | timed as | M | shapes | speed, cuBLASLt = 1 | worst shape | speed, DeepGEMM = 1 |",
+        "| operation | timed as | M | products | speed, cuBLASLt = 1 | slowest | speed, DeepGEMM = 1 |",
         "|---|---|---|---|---|---|---|",
     ]
-    for file, mode, span in SPEED:
-        rows = _rows(results / f"{file}.jsonl")
-        rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
+    drawn = _rows(results / f"{DRAWN}.jsonl")
+    for op, mode, span in SPEED:
+        rows = [row for row in drawn if row.get("op", FP8) == op]
         found = {entry["against"]: entry for entry in summary(rows) if (entry["mode"], entry["range"]) == (mode, span)}
         base = found.get("tensorwise") or found.get("cuBLASLt")
         if base is None:
             continue
         theirs = f"{found['DeepGEMM']['geomean']:.2f}" if "DeepGEMM" in found else "-"
-        what = f"`{rows[0].get('op', FP8)}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
-        worst = f"{base['worst']:.2f} ({base['worst_shape']})"
-        cells = [what, HOW[mode], _sizes(rows, mode, span), base["shapes"], f"**{base['geomean']:.2f}**", worst, theirs]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        slowest = f"{base['worst']:.2f} ({base['worst_shape']})"
+        cells = [f"`{op}`", HOW[mode], _sizes(rows, mode, span), base["shapes"], f"**{base['geomean']:.2f}**", slowest]
+        lines.append(f"| {' | '.join(map(str, [*cells, theirs]))} |")
     return "\n".join(lines)
 
 
 def speed_origin(results: Path = RESULTS) -> str:
     """What the rows of `speed_table` were measured on, and when."""
-    files = list(dict.fromkeys(file for file, _, _ in SPEED))
-    found = [rows for file in files if (rows := _rows(results / f"{file}.jsonl"))]
-    return "Rows: " + "; ".join(f"`{rows[0].get('op', FP8)}` on {_origin(rows)}" for rows in found) + "."
+    rows = _rows(results / f"{DRAWN}.jsonl")
+    return f"Rows: {_origin(rows)}." if rows else "No run is recorded yet."
 
 
 def _sizes(rows: Sequence[Row], mode: str, span: str) -> str:

@@ -22,7 +22,7 @@ from deep_gemm.errors import (
 from deep_gemm.settings import settings
 
 if TYPE_CHECKING:
-    from deep_gemm import backends, epilogue, fused, nn, quantize, testing, utils
+    from deep_gemm import backends, compat, epilogue, fused, nn, quantize, testing, utils
     from deep_gemm.aot.build import precompile
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
@@ -134,6 +134,7 @@ __all__ = [
     "cache_info",
     "ceil_div",
     "ceil_to_ue8m0",
+    "compat",
     "cublaslt_gemm_nn",
     "cublaslt_gemm_nt",
     "cublaslt_gemm_tn",
@@ -335,7 +336,7 @@ module's, such as `settings`, cannot be in this table: importing the module woul
 """
 
 _PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "epilogue", "fused", "nn", "quantize", "testing", "utils")
+_MODULES = ("backends", "compat", "epilogue", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:

@@ -289,6 +289,8 @@ def k_grouped_fp8_gemm_nt_contiguous(
     recipe: tuple[int, int, int] = k_grouped.RECIPE,
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
+    use_padded_sf_layout: bool = False,
+    epilogue: Any = None,
     *,
     ks: Sequence[int] | Tensor | None = None,
     ks_tensor: Tensor | None = None,
@@ -311,6 +313,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
             (ceil(N / 128), blocks). Its products take less time, and `quantize.blocks_transposed` casts for it.
         compiled_dims: sizes to compile into the kernel, letters of "mn".
         use_psum_layout: not supported.
+        use_padded_sf_layout: must be False, and epilogue None.
         ks, ks_tensor: other names of ks_cpu and grouped_layout.
 
     Tensors on the CPU are multiplied by the reference implementation. See `fp8_gemm_nt` for streams and captures.
@@ -329,7 +332,7 @@ def k_grouped_fp8_gemm_nt_contiguous(
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout, 16)
     if recipe is not k_grouped.RECIPE:  # a warm call cannot tell 1.0 from 1
         k_grouped.check_recipe(recipe)
-    k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims)
+    k_grouped.fp8(a, b, d, grouped_layout, c, recipe, compiled_dims, use_padded_sf_layout, epilogue)
 
 
 def k_grouped_fp8_gemm_nt_padded(
@@ -373,6 +376,7 @@ def k_grouped_bf16_gemm_tn_contiguous(
     c: Tensor | None = None,
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
+    epilogue: Any = None,
     *,
     ks: Sequence[int] | Tensor | None = None,
     ks_tensor: Tensor | None = None,
@@ -391,4 +395,4 @@ def k_grouped_bf16_gemm_tn_contiguous(
     """
     if grouped_layout is None or ks_cpu is not None or ks is not None or ks_tensor is not None or use_psum_layout:
         grouped_layout = k_grouped.sizes(a, d, ks_cpu, grouped_layout, ks, ks_tensor, use_psum_layout)
-    k_grouped.bf16(a, b, d, grouped_layout, c, compiled_dims)
+    k_grouped.bf16(a, b, d, grouped_layout, c, compiled_dims, epilogue)

@@ -22,6 +22,10 @@ _WITH_ENTRIES = batched, dense, k_grouped, logits, m_grouped, paged_logits, pren
 def register_operators() -> tuple[str, ...]:
     """Register every operator, ``torch.ops.deep_gemm_jit.NAME``, and return their names.
 
+    An operator writes into the tensors that its function writes. ``NAME_functional`` takes the same arguments, leaves
+    them as they are, and returns new tensors like those: a ``d`` then says the shape, the dtype and what stays where
+    nothing is written.
+
     Only who calls operators by name, or loads a program that was exported in another process, needs this: a function
     of this package registers its operator when `torch.compile` or `torch.export` first sees it. Calling it again does
     nothing.

@@ -261,7 +261,8 @@ def _empty(
     index: Tensor | None = None,
 ) -> Quantized:
     """Fresh outputs for a cast of x."""
-    checks.check_tensor("x", x, (2,))
+    if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested or x.dim() != 2:
+        checks.check_tensor("x", x, (2,))  # the operation checks what else may be wrong
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
     rows, columns = x.shape

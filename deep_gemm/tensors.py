@@ -88,6 +88,12 @@ def is_fake(tensors: Iterable[Any]) -> bool:
     return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
 
 
+def is_sharded(tensors: Iterable[Any]) -> bool:
+    """Whether one of them is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
+
+
 def shape_of(x: Tensor) -> tuple[int, ...]:
     """The shape of a tensor, for messages."""
     return tuple(x.shape)

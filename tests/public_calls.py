@@ -316,6 +316,7 @@ OTHERS = frozenset(
         "set_tc_util",
         "use_deterministic_algorithms",
         "Epilogue",
+        "compat.enable",
         "epilogue.Alpha",
         "epilogue.BF16StochasticRounding",
         "epilogue.FP8CastWithClamp",

@@ -22,11 +22,11 @@ from deep_gemm.arch import ArchSpec
 from deep_gemm.errors import CompilerNotFoundError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.binary import packed
 from deep_gemm.jit.builder import Builder
-from deep_gemm.jit.cache import solid
+from deep_gemm.jit.cache import solid_writer
 from deep_gemm.jit.cache.packable import Kernel, Packable
 from deep_gemm.jit.compilers import Found, Nvrtc, find_all
 from deep_gemm.kernels import groups
-from deep_gemm.params import GemmConfig, KernelParams
+from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, Major
@@ -46,13 +46,9 @@ SIZES = ((64, 512, 8192), (8192, 8192, 8192))
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
-BLOCK_BYTES = 112 << 10
-"""Bytes of the kernels that are compressed together: two to four of one tile, for other dtypes, layouts or tables.
-Unpacking takes 1 ms for each 100 KB. Larger blocks would make a smaller pack, and slower first calls."""
-
 
 def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
-    """All kernels that ship, those that resemble each other next to each other."""
+    """All kernels that ship, those of a family next to each other."""
     spec = archs.get(arch)
     found: dict[KernelParams, None] = {}
     for op in ops.table.PRODUCTS:
@@ -62,7 +58,7 @@ def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
                     found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
         found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
-    return sorted(found, key=_likeness)
+    return sorted(found, key=lambda params: (params.kernel, str(params)))
 
 
 def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
@@ -120,7 +116,8 @@ def write(
                 finally:
                     pool.shutdown(cancel_futures=True)
     try:
-        listed = solid.write(path, _blocks(contents))
+        families = itertools.groupby(zip(wanted, contents, strict=True), key=lambda each: each[0].kernel)
+        listed = solid_writer.write(path, [[content for _, content in family] for _, family in families])
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"path: the pack {path} cannot be written: {error}.") from error
     if (size := path.stat().st_size) > MOST_BYTES:
@@ -129,17 +126,6 @@ def write(
             "wheel. Leave rare ones to the JIT: narrow what deep_gemm.aot.shipped lists."
         )
     return listed
-
-
-def _blocks(contents: Iterable[Packable]) -> Iterator[list[Packable]]:
-    block: list[Packable] = []
-    for one in contents:
-        if block and sum(len(each.cubin) for each in (*block, one)) > BLOCK_BYTES:
-            yield block
-            block = []
-        block.append(one)
-    if block:
-        yield block
 
 
 def _nvrtc() -> Nvrtc:
@@ -157,13 +143,3 @@ def _nvrtc() -> Nvrtc:
 
     newest = max(known, key=version)
     return Nvrtc(newest.path, version(newest))
-
-
-def _likeness(params: KernelParams) -> tuple[str, ...]:
-    """Sorts kernels by family and tile first, and by what else differs then."""
-    config = params.config
-    shape = [str(config.tile)]
-    if isinstance(config, GemmConfig):
-        shape.append(str((config.cluster_m, config.cluster_n, config.cluster_k, config.k_splits, config.ctas_per_sm)))
-    rest = (params.grouping, params.output, params.majors, params.store, f"{params.segments:5}", params.dtype)
-    return (params.kernel, *shape, *rest, str(params))

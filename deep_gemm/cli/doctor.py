@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from deep_gemm import arch, backends, kernels
+from deep_gemm.cli import clients
 from deep_gemm.cli.console import busy, console, fact, size
 from deep_gemm.cli.findings import NVRTC, judge
 from deep_gemm.cli.options import json_option
@@ -31,6 +32,8 @@ from deep_gemm.log import counted
 from deep_gemm.settings import settings
 
 DISTRIBUTION = "deep-gemm-jit"
+OTHER_DISTRIBUTIONS = ("deep-gemm", "deepgemm", "sgl-deep-gemm")
+"""They install a package of the same name."""
 
 
 @click.command("doctor")
@@ -67,6 +70,7 @@ def examine() -> dict[str, Any]:
         "cache": _cache(),
         "packs": _packs(),
         "other_packages": _others(),
+        "clients": clients.examine(),
         "settings": _settings(),
         "misspelt": settings.misspelt(),
         "absent_backends": backends.absent(),
@@ -158,7 +162,7 @@ def _others() -> list[str]:
             there = (candidate / "__init__.py").is_file() or (candidate.suffix == ".py" and candidate.is_file())
             if there and candidate.resolve() != home:
                 found.append(str(candidate.resolve()))
-    for distribution in ("deep-gemm", "deepgemm"):
+    for distribution in OTHER_DISTRIBUTIONS:
         try:
             found.append(f"the distribution {distribution} {importlib.metadata.version(distribution)}")
         except importlib.metadata.PackageNotFoundError:
@@ -203,6 +207,11 @@ def _print(report: dict[str, Any]) -> None:
         value = os.pathsep.join(map(str, entry["value"])) if isinstance(entry["value"], tuple) else entry["value"]
         origin = "" if entry["source"] == entry["variable"] else f" (from {entry['source']})"
         fact(out, "setting", f"{entry['variable']} = {value}{origin}")
+    for client in report["clients"]:
+        first, *rest = clients.lines(client)
+        fact(out, "client", first)
+        for line in rest:
+            fact(out, "", line)
     out.print("\ncompilers")
     for one in report["compilers"]:
         state = " is used" if one["chosen"] else "" if one["usable"] else " cannot be used"

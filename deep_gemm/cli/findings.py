@@ -81,7 +81,10 @@ def _of_install(report: dict[str, Any]) -> Iterator[Finding]:
         action = "Install the package again, in its checkout: `pip install --force-reinstall --no-deps .`."
         yield Finding(f"The device headers are missing from {report['headers']['path']}.", action, problem=True)
     if others := "; ".join(report["other_packages"]):
-        action = f"Keep one deep_gemm: uninstall the other, or take it off PYTHONPATH ({others})."
+        action = (
+            f"Keep one deep_gemm: uninstall the other, or take it off PYTHONPATH ({others}). Packages in one directory "
+            "overwrite one another: then install this one again, `pip install --force-reinstall --no-deps`."
+        )
         yield Finding(f"Another deep_gemm is on the path: {others}.", action, problem=True)
     for text in report.get("misspelt", ()):
         yield Finding(text, f"Correct the name of {text.partition(' ')[0]}, or unset it.")

@@ -1,7 +1,10 @@
 """Modules of torch whose products are those of this library, and `convert`, which puts them into a model. ``import
-deep_gemm.nn`` loads them; ``import deep_gemm`` does not."""
+deep_gemm.nn`` loads them; ``import deep_gemm`` does not. `deep_gemm.nn.parallel` is loaded when it is first used."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 from deep_gemm.nn.checkpoint import load_checkpoint
 from deep_gemm.nn.convert import Report, convert
@@ -11,3 +14,9 @@ from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.routing import Routing
 
 __all__ = ["BF16Linear", "FP8GroupedLinear", "FP8Linear", "MoE", "Report", "Routing", "convert", "load_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "parallel":
+        return importlib.import_module("deep_gemm.nn.parallel")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

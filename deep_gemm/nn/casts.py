@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
+from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops import quantize as ops
 from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.ops.layouts import TMA_BYTES
@@ -33,17 +34,24 @@ def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = A
     ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read."""
     count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     rows = ops.empty_output(count, width, "row", x.device)
-    _, scales = ops.empty_output(count, width, blocks, x.device, transposed=True)
-    length = align(count, TMA_BYTES)
-    fresh = torch.empty if length == count else torch.zeros
-    columns = fresh((width, length), dtype=torch.float8_e4m3fn, device=x.device)
-    ops.both(x, rows, (columns[:, :count], scales), "row", blocks, False, epsilon, gated)
+    scales = ops.empty_scales(count, width, blocks, x.device, transposed=True)
+    if count % TMA_BYTES == 0:
+        columns = written = torch.empty((width, count), dtype=torch.float8_e4m3fn, device=x.device)
+    else:
+        columns = torch.zeros((width, align(count, TMA_BYTES)), dtype=torch.float8_e4m3fn, device=x.device)
+        written = columns[:, :count]
+    ops.both(x, rows, (written, scales), "row", blocks, False, epsilon, gated)
     return rows, (columns, scales)
 
 
 def gradients(dy: Tensor) -> tuple[Quantized, Quantized]:
     """`tokens` of the gradient of an output. The mean over many tokens makes gradients small: none is too small."""
     return tokens(row_major(dy), "column", epsilon=0.0)
+
+
+def transposed(w: Tensor) -> Quantized:
+    """The transpose of weights (out, in) in E4M3, with scales of 128 x 128."""
+    return w.transposed() if isinstance(w, Gathered) else quantize.blocks_transposed(w)
 
 
 def weights(w: Tensor) -> tuple[Quantized, Quantized]:

@@ -12,17 +12,19 @@ from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.weights import FP8Weights, Mode, Recast, check_word, find_main_grad
+from deep_gemm.nn.weights import Divisible, FP8Weights, Mode, Recast, check_word, find_main_grad
 from deep_gemm.tensors import kind_of
 
 
-class Linear(nn.Module):
+class Linear(Divisible):
     """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
 
     in_features: int
     out_features: int
     weight: nn.Parameter
     bias: nn.Parameter | None
+    shards: tuple[int, int] = 1, 1
+    """Among how many ranks the output and the input features are divided: see `deep_gemm.nn.parallel`."""
 
     def reset_parameters(self) -> None:
         """Random weights and bias, as those of `torch.nn.Linear`."""
@@ -38,15 +40,16 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
         autocast."""
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.in_features:
+        out, width = self.out_features // self.shards[0], self.in_features // self.shards[1]
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
-            raise InvalidInputError(f"x must be a tensor (..., {self.in_features}), but {came}.")
+            raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y = self.product(casts.row_major(x.reshape(-1, self.in_features)), dtype)
-        if self.bias is not None:
-            y = y.add_(self.bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        y = self.product(casts.row_major(x.reshape(-1, width)), dtype)
+        if self.bias is not None and self.shards[1] == 1:  # otherwise it is added to the sum of all ranks
+            y = y.add_(self.own(self.bias))
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""
@@ -127,9 +130,8 @@ class FP8Linear(Linear, FP8Weights):
     def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Linear.product`."""
         if self.takes_gradient():
-            plain, turned = self.both()
             main = self.main_grad()
-            return products.FP8Product.apply(x, self.weight, *plain, *turned, dtype, main, self.weight_gradient)
+            return products.FP8Product.apply(x, *self.recorded(), dtype, main, self.weight_gradient)
         if torch.is_grad_enabled() and x.requires_grad:
             return products.FrozenFP8Product.apply(x, *self.plain(), dtype)
         return products.product(quantize.rows(x), self.plain(), dtype)
@@ -194,5 +196,5 @@ class BF16Linear(Linear):
                 "torch.autocast."
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
-        main = find_main_grad(self.weight) if fused else None
-        return products.HalfProduct.apply(x.to(dtype), self.weight.to(dtype), main)
+        main = self.own(find_main_grad(self.weight)) if fused else None
+        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), main)

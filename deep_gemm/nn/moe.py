@@ -109,6 +109,8 @@ class MoE(nn.Module):
         options: dict[str, Any] = {"mode": mode, "recast": recast, "device": device, "dtype": dtype}
         options |= {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "weight_gradient": weight_gradient}
         self.width, self.top_k = width, top_k
+        self.exchange: Any = None
+        """What sends tokens to the ranks of their experts: see `deep_gemm.nn.parallel.ExpertParallel`."""
         self.router = nn.Linear(width, experts, bias=False, device=device, dtype=torch.float32)
         self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
         self.down = FP8GroupedLinear(experts, hidden, width, **options)
@@ -126,18 +128,27 @@ class MoE(nn.Module):
             raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
         tokens = casts.row_major(x.reshape(-1, self.width))
         weights, chosen = self.route(tokens)
-        routing = Routing.from_choices(chosen, self.gate_up.num_groups)
+        if self.exchange is None:
+            return self._computed(tokens, weights, chosen).view(x.shape)
+        rows = self.exchange(tokens, chosen, self.gate_up.num_groups, self._whole)
+        return (rows.float() * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+
+    def _whole(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Each row by one expert of this rank, with the weight 1."""
+        return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
+
+    def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
         if self.gate_up.takes_gradient() and self.down.takes_gradient():
-            y = self._recorded(tokens, weights, routing)
-        else:
-            y = self._plain(tokens, weights, routing)
-        return y.view(x.shape)
+            return self._recorded(x, weights, routing)
+        return self._plain(x, weights, routing)
 
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
         how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
         cast = [tensor for layer in (self.gate_up, self.down) for pair in layer.both() for tensor in pair]
-        y: Tensor = Experts.apply(x, weights, self.gate_up.weight, self.down.weight, *places, *how, *cast)
+        own = [layer.own(layer.weight) for layer in (self.gate_up, self.down)]
+        y: Tensor = Experts.apply(x, weights, *own, *places, *how, *cast)
         return y
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:

@@ -22,7 +22,8 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
 
 class FP8Product(torch.autograd.Function):
     """x (tokens, in) times the transpose of ``weight`` (out, in), of which ``values`` and ``turned`` (in, out) are
-    casts. The gradient of ``weight`` is added to ``main``, if that is a tensor."""
+    casts. The gradient of ``weight`` is added to ``main``, if that is a tensor. Without ``turned`` backward casts the
+    weight again, which FSDP2 has gathered again."""
 
     @staticmethod
     def forward(
@@ -31,14 +32,14 @@ class FP8Product(torch.autograd.Function):
         weight: Tensor,
         values: Tensor,
         scales: Tensor,
-        turned: Tensor,
-        turned_scales: Tensor,
+        turned: Tensor | None,
+        turned_scales: Tensor | None,
         dtype: torch.dtype,
         main: Any,
         wgrad: str,
     ) -> Tensor:
         rows, columns = casts.tokens(x, casts.BLOCKS[wgrad])
-        ctx.save_for_backward(*columns, turned, turned_scales)
+        ctx.save_for_backward(*columns, weight if turned is None else turned, turned_scales)
         ctx.main, ctx.wgrad, ctx.dtypes = main, wgrad, (x.dtype, weight.dtype)
         return product(rows, (values, scales), dtype)
 
@@ -47,6 +48,8 @@ class FP8Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, sfx, w, sfw = ctx.saved_tensors
         rows, columns = casts.gradients(dy)
+        if sfw is None and ctx.needs_input_grad[0]:
+            w, sfw = casts.transposed(w.detach())
         dx = product(rows, (w, sfw), ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.main is not None:

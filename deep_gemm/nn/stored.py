@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
+from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops.cast_reference import dequantise
 from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.quantize import Quantized
@@ -27,6 +28,8 @@ def empty(shape: tuple[int, ...], device: Any) -> Quantized:
 def cast(weight: Tensor) -> Quantized:
     """A weight of 16 or 32 bits in FP8."""
     weight = weight.detach()
+    if isinstance(weight, Gathered):
+        return weight.pair
     if weight.device.type == "meta":
         return empty(tuple(weight.shape), "meta")
     if weight.dim() == 2:

@@ -37,7 +37,17 @@ def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
     return ""
 
 
-class FP8Weights(nn.Module):
+class Divisible(nn.Module):
+    """A module whose parameters may be divided among ranks, as DTensors: see `deep_gemm.nn.parallel`."""
+
+    is_divided = False
+
+    def own(self, parameter: Any) -> Any:
+        """What this rank has of a parameter. Gradients pass through it."""
+        return parameter.to_local() if self.is_divided else parameter
+
+
+class FP8Weights(Divisible):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
     weight: nn.Parameter
@@ -57,6 +67,9 @@ class FP8Weights(nn.Module):
         if wrong := why_not(shape[-1], shape[-2], dtype):
             raise InvalidInputError(f"{wrong}.")
         super().__init__()
+        self.is_resharded = False
+        """Whether FSDP2 gathers the weight for each pass. It writes to the same memory without counting versions, so
+        that no cast is kept; backward makes one of its own, since one that is saved would stay whole in memory."""
         self.out_features, self.in_features = shape[-2:]
         self.mode, self.recast, self.fuse_wgrad_accumulation = mode, recast, fuse_wgrad_accumulation
         self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
@@ -64,6 +77,12 @@ class FP8Weights(nn.Module):
             self.set_stored(stored.empty(shape, device))
         else:
             self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """FSDP2 sets the weight: its gathered one before a pass, and the shard after it."""
+        if name == "weight" and hasattr(value, "to_local"):
+            self.is_resharded = True
+        super().__setattr__(name, value)
 
     def set_stored(self, weight: Quantized) -> None:
         """Make E4M3 values and their scales the parameters."""
@@ -77,25 +96,36 @@ class FP8Weights(nn.Module):
     def plain(self) -> Quantized:
         """The weight in FP8."""
         if self.mode == "inference":
-            return self.weight, self.weight_scale_inv
-        return self._kept()[0] if self._keeps() else stored.cast(self.weight)
+            return self.own(self.weight), self.own(self.weight_scale_inv)
+        return self._kept()[0] if self._keeps() else stored.cast(self.own(self.weight))
 
     def both(self) -> tuple[Quantized, Quantized]:
         """The weight in FP8, and its transpose."""
-        return self._kept() if self._keeps() else casts.weights(self.weight.detach())
+        return self._kept() if self._keeps() else casts.weights(self.own(self.weight).detach())
+
+    def recorded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it."""
+        weight = self.own(self.weight)
+        if self.is_resharded:
+            return weight, *stored.cast(weight), None, None
+        plain, turned = self.both()
+        return weight, *plain, *turned
 
     def _keeps(self) -> bool:
-        return self.recast == "when changed" and not (torch.compiler.is_compiling() or self.weight.is_inference())
+        if self.recast != "when changed" or self.is_resharded:
+            return False
+        return not (torch.compiler.is_compiling() or self.weight.is_inference())
 
     def _kept(self) -> tuple[Quantized, Quantized]:
-        key = self.weight._version, self.weight.data_ptr(), self.weight.dtype
+        weight = self.own(self.weight).detach()
+        key = self.weight._version, weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0] != key:
-            self._cast = key, casts.weights(self.weight.detach())
+            self._cast = key, casts.weights(weight)
         return self._cast[1]
 
     def main_grad(self) -> Tensor | None:
         """The tensor to which weight gradients are added; None if they become ``weight.grad``."""
-        return find_main_grad(self.weight) if self.fuse_wgrad_accumulation else None
+        return self.own(find_main_grad(self.weight)) if self.fuse_wgrad_accumulation else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Weights:
         """`to`, `cuda`, `bfloat16` and the like: E4M3 values and their scales move, and keep their dtypes."""

@@ -33,6 +33,12 @@ _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BMM_BF16, BMM_FP16)}
 _FORM = Parameter("form", "str", PLAIN, "added")
 
 
+def _axes(form: str) -> dict[str, str]:
+    operands, d = form.split("->")
+    a, b = operands.split(",")
+    return {"a": a, "b": b, "c": d, "d": d}
+
+
 class Batched(Gemm):
     """See `deep_gemm.bf16_bmm`, `deep_gemm.fp8_bmm` and `deep_gemm.einsum`. Operands are views with the batch in
     front."""
@@ -41,6 +47,10 @@ class Batched(Gemm):
         super().__init__(name)
         self.parameters = (*self.first, *self.options, _FORM)
         self.fallbacks = MappingProxyType({"cublaslt": batched_by_cublaslt})
+
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`."""
+        return _axes(form or PLAIN)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
@@ -109,6 +119,10 @@ class Summed(Gemm):
         self.parameters = (*self.first, C, *self.options)
         self.absent = () if accumulates else ("c",)
         self.fallbacks = MappingProxyType({"cublaslt": summed_by_cublaslt})
+
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`."""
+        return _axes(SUM)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""

@@ -17,7 +17,7 @@ from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, KGroupMapsSpec, Major, align, ceil_div
 from . import checks, device_values, layouts, scales
 from .checks import shape_of
-from .gemm import COMPILED_DIMS, TENSOR, C, Gemm, GemmOperands
+from .gemm import COMPILED_DIMS, NO_EPILOGUE, TENSOR, C, Gemm, GemmOperands
 from .layouts import TMA_BYTES, Preparation
 from .table import DTYPES, K_BF16, K_FP8, K_PADDED, PLAIN, ROWS_ON_BOTH_SIDES
 
@@ -28,6 +28,7 @@ RECIPE = (1, 1, SCALE_BLOCK)
 _SCALINGS = {repr(RECIPE): ROWS_ON_BOTH_SIDES, repr((1, SCALE_BLOCK, SCALE_BLOCK)): BLOCKS}
 """By the recipe as it is shown: True and 1.0 equal 1, and are shown as something else."""
 _SIZES = "Sequence[int] | None"
+_PADDED_SCALES = Parameter("use_padded_sf_layout", "bool", False)
 
 
 class KGrouped(Gemm):
@@ -54,17 +55,32 @@ class KGrouped(Gemm):
                 ),
                 *(*((recipe,) if self.is_scaled else ()), COMPILED_DIMS),
                 Parameter("use_psum_layout", "bool", False, "before"),
+                *((_PADDED_SCALES,) if self.is_scaled else ()),
+                NO_EPILOGUE,
                 Parameter("ks", "Sequence[int] | Tensor | None", None, "before", keyword=True),
                 Parameter("ks_tensor", "Tensor | None", None, "before", keyword=True),
             )
         self.absent = () if accumulates else ("c",)
         self.settings = ("check",)
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Flat values have no rows or columns that could be divided."""
+        if self.is_scaled and not self.is_padded:
+            return {}
+        a, b = ("mK", "nK") if self.is_padded else ("Km", "Kn")
+        return {"a": a, "b": b, "c": "Gmn", "d": "Gmn", LAYOUT: "G"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
         named = self.named(given)
         dims = checks.check_compiled_dims(given["compiled_dims"])
+        checks.refuse_epilogue(given.get("epilogue"))
+        if given.get("use_padded_sf_layout"):
+            raise UnsupportedError(
+                "use_padded_sf_layout must be False: scales are read as (rows, blocks) of any strides. For groups that "
+                "begin at multiples of 128, call k_grouped_fp8_gemm_nt_padded."
+            )
         scaling = check_recipe(given["recipe"]) if self.is_scaled else PLAIN
         inputs = (1, 2) if self.is_scaled and not self.is_padded else (2,)
         device = checks.check_tensors(self.name, named, {LAYOUT: (1,), "c": (3,), "d": (3,)}, inputs)

@@ -65,6 +65,7 @@ class MqaLogits(Operation):
         }
     )
     output = "out"
+    kept = ("out",)  # columns that are no key's
 
     def check(self, *arguments: Any, **named_arguments: Any) -> LogitsOperands | None:
         """None for fake tensors and where there is nothing to compute."""

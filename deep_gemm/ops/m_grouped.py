@@ -41,6 +41,7 @@ _OVERLAP = (
 class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
+    kept = ("d",)  # rows past a group's last
     diverting = (EPILOGUE,)
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
@@ -64,6 +65,12 @@ class MGrouped(Gemm):
             Parameter("form", "str", "nt", "added"),
         )
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
+        if self.is_masked:
+            return {"a": "gMk", "b": "gnk", "d": "gMn", self.layout: "g"}
+        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", self.layout: "M"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.
 
@@ -72,6 +79,8 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
+        if epilogues.parse(epilogue).expression is not None:
+            raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")

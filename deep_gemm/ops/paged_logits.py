@@ -55,6 +55,7 @@ class PagedMqaLogits(Operation):
         }
     )
     output = "out"
+    kept = ("out",)  # columns that are no key's
     settings = ("check",)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> PagedLogitsOperands | None:

@@ -14,7 +14,7 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
 from ..records import record
-from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec, align, ceil_div
+from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec
 from . import checks
 from .checks import shape_of
 from .layouts import TMA_BYTES
@@ -235,7 +235,7 @@ def gathered_rows(x: Tensor, rows: Tensor) -> Tensor:
 def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = False) -> tuple[int, int]:
     """The shape of the scales of a matrix of these sizes, or of its transpose."""
     of_rows, of_columns = _BLOCK[blocks]
-    shape = ceil_div(rows, of_rows), ceil_div(columns, of_columns)
+    shape = -(-rows // of_rows), -(-columns // of_columns)  # each layer's pass comes here: no functions
     return shape[::-1] if transposed else shape
 
 
@@ -258,14 +258,22 @@ def empty_output(
 ) -> tuple[Tensor, Tensor]:
     """Fresh values, whose rows begin at multiples of 16 bytes, and fresh scales. Scales of 1 x 128 have the layout that
     TMA reads, unless ``row_major``."""
-    size = (columns, rows) if transposed else (rows, columns)
-    values = torch.empty((size[0], align(size[1], TMA_BYTES)), dtype=torch.float8_e4m3fn, device=device)
+    height, width = (columns, rows) if transposed else (rows, columns)
+    values = torch.empty((height, -(-width // TMA_BYTES) * TMA_BYTES), dtype=torch.float8_e4m3fn, device=device)
+    if transposed or width % TMA_BYTES:  # a number of tokens may be any, and then this is not asked
+        values = values[:, :width]
+    return values, empty_scales(rows, columns, blocks, device, transposed, row_major)
+
+
+def empty_scales(
+    rows: int, columns: int, blocks: Blocks, device: torch.device, transposed: bool = False, row_major: bool = False
+) -> Tensor:
+    """The scales of `empty_output`."""
     lines, steps = scales_shape(rows, columns, blocks, transposed)
     if row_major or blocks == "tile":
-        scales = torch.empty((lines, steps), dtype=torch.float32, device=device)
-    else:
-        scales = torch.empty((steps, align(lines, 4)), dtype=torch.float32, device=device).t()[:lines]
-    return values[:, : size[1]], scales
+        return torch.empty((lines, steps), dtype=torch.float32, device=device)
+    aligned = -(-lines // 4) * 4
+    return torch.empty((steps, aligned), dtype=torch.float32, device=device).t()[:lines]
 
 
 _CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))

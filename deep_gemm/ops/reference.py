@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
@@ -57,6 +57,8 @@ class Finish:
     clamp: float | None = None
     sfd: Tensor | None = None
     power_of_two: bool = False
+    own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
+    """In place of an activation: a user's, of sums and ``where``."""
 
     @property
     def needs_rows(self) -> bool:
@@ -84,6 +86,7 @@ class Finish:
             x = torch.nn.functional.silu(gate) * up
             return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
+        x = x if self.own is None else self.own(x, where)
         return x if self.residual is None else x + self.residual[where]
 
     def of_group(self, group: int, rows: slice, d: Tensor) -> Finish:

@@ -60,6 +60,7 @@ class RowFunction(Operation):
     """See `deep_gemm.fused`. ``given``: which optional operands there are. ``fp8``: the result is FP8 with scales."""
 
     floats = ("eps", "limit")
+    kept = ("residual",)
 
     def __init__(self, function: str, fp8: bool, given: tuple[str, ...]) -> None:
         self.function, self.fp8, self.given_operands = function, fp8, given

@@ -35,6 +35,8 @@ class HeadOperands(GemmOperands):
 class SkipHeadMid(Dense):
     """See `deep_gemm.fp8_gemm_nt_skip_head_mid`."""
 
+    kept = ("d",)  # columns in the middle of heads
+
     def __init__(self, name: str) -> None:
         super().__init__(name)
         splits, cast = Parameter("head_splits", "tuple[int, int, int]"), self.options[-1]

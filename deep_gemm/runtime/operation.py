@@ -92,6 +92,8 @@ class Operation(ABC):
     """The operand that is written, or the first of several."""
     outputs: tuple[str, ...] = ()
     """The operands that are written, if there are several."""
+    kept: tuple[str, ...] = ()
+    """Outputs that are read too, or of which some elements stay as they were."""
     apart: bool = True
     """Whether the output must share no memory with the other operands."""
     in_place: str = ""
@@ -111,6 +113,11 @@ class Operation(ABC):
     """Whether torch gets an operator for it, which `torch.compile` and `torch.export` record."""
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
+
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """The dimensions of tensor arguments by letters, as einsum writes them: small ones may be divided among ranks,
+        in all operands that have them. Empty if nothing may be: see `sharding`."""
+        return {}
 
     @functools.cached_property
     def arguments(self) -> tuple[Parameter, ...]:

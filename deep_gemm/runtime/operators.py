@@ -3,11 +3,15 @@
 An entry that is traced calls its operator, ``torch.ops.deep_gemm_jit.NAME``, which calls the entry. Operators are
 registered when they are first traced, or by `deep_gemm.register_operators`. The namespace is our own: other packages
 register theirs as ``deep_gemm``, and one process may load both.
+
+An operator writes into a tensor that it is given. Its functional variant, ``NAME_functional``, takes the same arguments
+and leaves all of them as they are: it returns tensors like those that the first one writes.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +19,7 @@ import torch
 
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
-from deep_gemm.tensors import is_fake
+from deep_gemm.tensors import is_fake, is_sharded
 
 NAMESPACE = "deep_gemm_jit"
 
@@ -56,35 +60,54 @@ def register(name: str) -> int:
         with _lock.lock:
             if name not in _libraries:
                 variants, entry = _entries[name]
-                library = torch.library.Library(NAMESPACE, "FRAGMENT")
-                # The strides that a caller chose stay: the check may refuse others.
-                library.define(f"{name}{schema(variants)}", tags=(torch.Tag.needs_fixed_stride_order,))
-                library.impl(name, _real(variants, entry), "CompositeExplicitAutograd")
-                torch.library.register_fake(f"{NAMESPACE}::{name}", _fake(variants), lib=library)
-                _libraries[name] = library
+                _define(name, schema(variants), _real(variants, entry), _fake(variants))
+    if name not in _divided and "torch.distributed.tensor" in sys.modules:
+        with _lock.lock:
+            if name not in _divided:
+                from deep_gemm.runtime import sharding
+
+                first = _entries[name][0][0]
+                parts = [part for parameter in _passed(first) for part in _parts(parameter)]
+                sharding.register(name, _libraries[name], first, parts)
+                _divided.add(name)
     return 0
+
+
+def _define(name: str, arguments: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    # The strides that a caller chose stay: the check may refuse others.
+    library.define(f"{name}{arguments}", tags=(torch.Tag.needs_fixed_stride_order,))
+    library.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+    _libraries[name] = library
 
 
 _libraries: dict[str, torch.library.Library] = {}
 """By operator, which lives as long as its library."""
+_divided: set[str] = set()
+"""The operators that know what to do with DTensors, which not every process has."""
 
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """What `torch.compiler.assume_constant_result` sets, without importing Dynamo: a trace calls `register`."""
 
 
 def register_all() -> tuple[str, ...]:
-    """Register the operators of all entries that exist. Returns their names."""
-    for name in _entries:
+    """Register the operators of all entries that exist, and their functional variants. Returns their names."""
+    for name, (variants, entry) in _entries.items():
         register(name)
-    return tuple(sorted(_entries))
+        with _lock.lock:
+            if (functional := f"{name}_functional") not in _libraries:
+                real, fake = _real(variants, entry), _fake(variants)
+                made = (_functional(variants, each) for each in (real, fake))
+                _define(functional, schema(variants, functional=True), *made)
+    return tuple(sorted(_libraries))
 
 
 def is_recorded(arguments: Sequence[Any]) -> bool:
-    """Whether a call belongs to a program that is exported without reading our code: its tensors are fake. The flag
-    alone says only that some thread of the process compiles."""
-    if not torch.compiler.is_compiling():
-        return False
-    return is_fake([x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))])
+    """Whether a call is one of its operator: its tensors are DTensors; or it belongs to a program that is exported
+    without reading our code, and they are fake. The flag alone says only that some thread of the process compiles."""
+    tensors = [x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))]
+    return is_sharded(tensors) or (torch.compiler.is_compiling() and is_fake(tensors))
 
 
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
@@ -98,18 +121,27 @@ def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
 
 
-def schema(variants: Sequence[Operation]) -> str:
-    """The operator's arguments. A pair is two tensors; what is written is marked."""
-    first = variants[0]
-    written = {operation.operands[name] for operation in variants for name in operation.outputs or (operation.output,)}
-    passed, texts, marks = _passed(first), [], iter("abcdefgh")
+def schema(variants: Sequence[Operation], *, functional: bool = False) -> str:
+    """The operator's arguments. A pair is two tensors; what is written is marked, or returned by a functional one."""
+    written, passed, texts, marks = _written(variants), _passed(variants[0]), [], iter("abcdefgh")
+    returned = []
     for index, parameter in enumerate(passed):
         optional = all(each.default is not REQUIRED for each in passed[index:])
         for name, part in _parts(parameter):
             kind = "Tensor" if parameter.type == _PAIR else _TYPES[parameter.type]
-            kind = kind.replace("Tensor", f"Tensor({next(marks)}!)") if part in written else kind
+            if part in written and functional:
+                returned.append(kind)
+            elif part in written:
+                kind = kind.replace("Tensor", f"Tensor({next(marks)}!)")
             texts.append(f"{kind} {name}" + (_default(parameter) if optional else ""))
-    return f"({', '.join(texts)}) -> ()"
+    if "Tensor?" in returned:
+        returned = ["Tensor[]"]  # an operator cannot return None
+    return f"({', '.join(texts)}) -> ({', '.join(returned)})"
+
+
+def _written(variants: Sequence[Operation]) -> set[str]:
+    """The arguments, or parts of them, that are written."""
+    return {operation.operands[name] for operation in variants for name in operation.outputs or (operation.output,)}
 
 
 def call_text(variants: Sequence[Operation], own: Callable[[Parameter], str]) -> str:
@@ -172,3 +204,22 @@ def _fake(variants: Sequence[Operation]) -> Callable[..., None]:
                 return
 
     return fake
+
+
+def _functional(variants: Sequence[Operation], call: Callable[..., None]) -> Callable[..., Any]:
+    """``call`` with fresh tensors in the place of those that it writes, which it returns."""
+    written = _written(variants)
+    kept = {operation.operands[name] for operation in variants for name in operation.kept if name in operation.operands}
+    parts = [part for parameter in _passed(variants[0]) for _, part in _parts(parameter)]
+    places = {index: part in kept for index, part in enumerate(parts) if part in written}
+
+    def functional(*flat: Any) -> Any:
+        given, fresh = list(flat), []
+        for index, keeps in places.items():
+            if index < len(given) and given[index] is not None:
+                given[index] = given[index].clone() if keeps else torch.empty_like(given[index])
+                fresh.append(given[index])
+        call(*given)
+        return fresh[0] if len(places) == 1 else fresh
+
+    return functional

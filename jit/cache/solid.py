@@ -1,16 +1,20 @@
 """A solid pack: many kernels in one small file, which is made to be shipped inside a package.
 
-Kernels that resemble each other are compressed together, in blocks of a few, so that each takes 1 to 5 KB instead of
-its 25 to 50. A kernel is found by a search in a table of keys: no list of kernels is read, and one block is unpacked.
+Kernels that resemble each other are compressed in chains: each after one that it resembles, and that perhaps after
+another (`likeness.py`). Where two streams begin with the same kernels they begin with the same bytes, and these are
+stored once. So a kernel takes 1 to 4 KB instead of its 25 to 50, and one is unpacked with one or two others.
 
     MAGIC                       names the format
     two sizes, SHA-256          of the head and of the table, and of both together
     head                        JSON: the version that wrote it, what it holds in all, and the table's counts
-    table                       the places of keys, then of blocks, each with its size and its SHA-256
-    blocks                      XZ streams: descriptions as JSON in one line, then all cubins, then all sources
+    table                       the kernels' numbers by key; then for each kernel its place, its size, its size when it
+                                is unpacked, the number of the kernel before it (its own if it is the first of a chain),
+                                how many bytes of that one's stream its own begins with, and its stream's SHA-256
+    streams                     LZMA, without what they share with the stream before: sizes, cubin, source, description
 
-Descriptions are those of a manifest (`pack.Kernel`). Both keys of a kernel, that of its source and that of what the
-source is rendered from, are in the table. Nothing is taken from a file before its SHA-256 was compared.
+Descriptions are those of a manifest (`pack.Kernel`) without what can be counted. Both keys of a kernel, that of its
+source and that of what the source is rendered from, are in the table. Nothing is taken from a file before its SHA-256
+was compared.
 """
 
 from __future__ import annotations
@@ -21,49 +25,56 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.packable import Kernel, Packable, summary
+from deep_gemm.jit.cache.packable import Kernel, Packable
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
 
-MAGIC = b"deep_gemm solid pack 1\n"
-_SIZES = struct.Struct("<II32s")
-_START = len(MAGIC) + _SIZES.size
+MAGIC = b"deep_gemm solid pack 2\n"
+SIZES = struct.Struct("<II32s")
+START = len(MAGIC) + SIZES.size
 _MOST = 1 << 26
-"""Bytes of a head with its table, and of a block."""
+"""Bytes of a head with its table, and of a chain."""
 
-_PREFIX = 8
-"""Bytes of a key in the table: few enough that it stays small. Blocks hold whole keys, which are compared."""
-_KEY = struct.Struct(f">{_PREFIX}sH")
-_BLOCK = struct.Struct("<III32s")
-"""The place of a block, its size, its size when it is unpacked, and its SHA-256."""
+PREFIX = 8
+"""Bytes of a key in the table: few enough that it stays small. Descriptions hold whole keys, which are compared."""
+KEY = struct.Struct(f">{PREFIX}sH")
+PLACE = struct.Struct("<IIIHI32s")
+CONTENT = struct.Struct("<4I")
+"""The sizes of a cubin, of its source and of its description, and 0: instructions are 16 bytes long, and stay so."""
 
 _UNPACKED_AT_ONCE = 4
-"""Blocks that stay in memory: a kernel's source and its cubin are asked for one after the other."""
+"""Kernels that stay in memory: one's source and its cubin are asked for one after the other."""
+
+COUNTED = ("cubin_bytes", "source_bytes", "cubin_sha256", "source_sha256")
+"""Fields of a description that are left out, since they are counted from the bytes."""
+
+LONGEST = 3
+"""Kernels of a chain: to unpack one takes its whole chain."""
 
 
 class SolidPack:
-    """A solid pack whose head and table were read and checked. Blocks are checked when they are read.
+    """A solid pack whose head and table were read and checked. Kernels are checked when they are read.
 
-    It has what a `pack.Pack` has. Its methods raise OSError or ValueError, whose text is the reason, for a block that
-    is damaged.
+    It has what a `pack.Pack` has. Its methods raise OSError or ValueError, whose text is the reason, for a kernel that
+    is damaged, or whose chain is.
     """
 
-    def __init__(self, path: Path, head: Mapping[str, Any], keys: bytes, blocks: bytes) -> None:
+    def __init__(self, path: Path, head: Mapping[str, Any], keys: bytes, places: bytes) -> None:
         self.path, self._keys = path, keys
         self.version, self.count, self.cubin_bytes = str(head["version"]), int(head["count"]), int(head["cubin_bytes"])
-        self._blocks = list(_BLOCK.iter_unpack(blocks))
+        self._places = places
         self._unpacked = functools.lru_cache(maxsize=_UNPACKED_AT_ONCE)(self._unpack)
 
     @property
     def kernels(self) -> dict[str, Kernel]:
-        """Every kernel by its source key. All blocks are unpacked for it."""
-        every = [self._unpack(index) for index in range(len(self._blocks))]
-        return {source_key: item.kernel for block in every for source_key, item in block.items()}
+        """Every kernel by its source key. All are unpacked for it."""
+        every = [self._unpack(number).kernel for number in range(self.count)]
+        return {kernel.source_key: kernel for kernel in every}
 
     def find(self, source_key: str) -> Kernel | None:
         """The kernel with this source key, or None."""
@@ -89,125 +100,95 @@ class SolidPack:
         raise KeyError(source_key)
 
     def problems(self) -> list[str]:
-        """What is wrong with its blocks, as sentences."""
+        """What is wrong with its kernels, as sentences."""
         found = []
-        for index in range(len(self._blocks)):
+        for number in range(self.count):
             try:
-                self._unpack(index)
+                self._unpack(number)
             except (OSError, ValueError) as error:
                 found.append(str(error))
         return found
 
     def _at(self, key: str) -> list[Packable]:
-        """The kernels of the blocks in which one may have this key."""
+        """The kernels that may have this key."""
         found: list[Packable] = []
-        if len(key) < 2 * _PREFIX:
+        if len(key) < 2 * PREFIX:
             return found
-        wanted = bytes.fromhex(key[: 2 * _PREFIX])
-        place = bisect.bisect_left(range(len(self._keys) // _KEY.size), wanted, key=self._prefix)
-        while place < len(self._keys) // _KEY.size and self._prefix(place) == wanted:
-            found += self._unpacked(_KEY.unpack_from(self._keys, place * _KEY.size)[1]).values()
+        wanted = bytes.fromhex(key[: 2 * PREFIX])
+        place = bisect.bisect_left(range(len(self._keys) // KEY.size), wanted, key=self._prefix)
+        while place < len(self._keys) // KEY.size and self._prefix(place) == wanted:
+            found.append(self._unpacked(KEY.unpack_from(self._keys, place * KEY.size)[1]))
             place += 1
         return found
 
     def _prefix(self, place: int) -> bytes:
-        return self._keys[place * _KEY.size : place * _KEY.size + _PREFIX]
+        return self._keys[place * KEY.size : place * KEY.size + PREFIX]
 
-    def _unpack(self, index: int) -> dict[str, Packable]:
-        """The kernels of a block by source key."""
-        offset, size, whole, sha256 = self._blocks[index]
+    def _place(self, number: int) -> tuple[Any, ...]:
+        return PLACE.unpack_from(self._places, number * PLACE.size)
+
+    def _unpack(self, number: int) -> Packable:
+        first, chain = number, [self._place(number)]
+        while (before := chain[0][3]) != first:
+            first, chain = before, [self._place(before), *chain]
+            if len(chain) > LONGEST:
+                raise ValueError(f"its kernel {number} comes after more than {LONGEST - 1} others")
         # Opened each time: in a child that closed all descriptors, a kept one could be another file's. The owner is not
         # checked again: the SHA-256 comes from the table, whose owner was checked.
         descriptor = files.open_file(self.path)
+        stream = b""
         try:
-            content = os.pread(descriptor, size, offset)
+            for offset, size, _, _, shared, _ in chain:
+                stream = stream[:shared] + os.pread(descriptor, size, offset)
         finally:
             os.close(descriptor)
-        if len(content) != size or hashlib.sha256(content).digest() != sha256:
-            raise ValueError(f"the SHA-256 of its block {index} does not match")
-        return _read_block(_decompressed(content, whole))
+        if hashlib.sha256(stream).digest() != chain[-1][5]:
+            raise ValueError(f"the SHA-256 of its kernel {number} does not match")
+        return _read_content(_decompressed(stream, sum(place[2] for place in chain))[-chain[-1][2] :])
 
 
 def read(descriptor: int, path: Path) -> SolidPack:
     """The solid pack that `descriptor`, of the file at `path`, begins with. Raises OSError or ValueError."""
-    head_size, table_size, sha256 = _SIZES.unpack(os.pread(descriptor, _SIZES.size, len(MAGIC)).ljust(_SIZES.size))
+    head_size, table_size, sha256 = SIZES.unpack(os.pread(descriptor, SIZES.size, len(MAGIC)).ljust(SIZES.size))
     total = os.fstat(descriptor).st_size
     if head_size + table_size > min(_MOST, total):
         raise ValueError(f"its head and table claim {head_size + table_size} bytes, but the file has {total}")
-    content = os.pread(descriptor, head_size + table_size, _START)
+    content = os.pread(descriptor, head_size + table_size, START)
     if len(content) != head_size + table_size or hashlib.sha256(content).digest() != sha256:
         raise ValueError("the SHA-256 of its head and table does not match")
     try:
         head = json.loads(content[:head_size])
         if head["schema"] != SCHEMA:
             raise ValueError(f"its keys are of schema {shown(head['schema'])}, and those here are of {SCHEMA}")
-        keys, blocks = head["keys"] * _KEY.size, head["blocks"] * _BLOCK.size
+        keys, places = head["keys"] * KEY.size, head["count"] * PLACE.size
         pack = SolidPack(path, head, content[head_size:][:keys], content[head_size + keys :])
     except (KeyError, TypeError, RecursionError, struct.error) as error:
         raise ValueError(f"its head lacks a field or has a wrong one ({error!r})") from error
-    ends = [offset + size for offset, size, _, _ in pack._blocks]
-    if keys + blocks != table_size or max([_START + len(content), *ends]) != total:
+    end = START + len(content)
+    if keys + places == table_size and pack.count:
+        offset, size, *_ = pack._place(pack.count - 1)
+        end = offset + size
+    if keys + places != table_size or end != total:
         raise ValueError(f"it has {total} bytes, which are not those that its table describes")
     return pack
 
 
-def write(path: Path, blocks: Iterable[Sequence[Packable]]) -> list[Kernel]:
-    """Write a solid pack, whole or not at all, and return what it holds. The kernels of each of `blocks`, which should
-    resemble each other, are compressed together. The same blocks give the same bytes: how long kernels took to compile
-    is left out. Raises OSError, and ValueError for kernels with one key."""
-    listed: list[Kernel] = []
-    keys: list[tuple[bytes, int]] = []
-    contents, places = [], []
-    for index, block in enumerate(blocks):
-        kernels = [item.kernel for item in block]
-        listed += kernels
-        for kernel in kernels:
-            for key in filter(None, (kernel.source_key, kernel.render_key)):
-                keys.append((bytes.fromhex(key)[:_PREFIX], index))
-        text = json.dumps([one.to_json() | {"seconds": {}} for one in kernels], sort_keys=True, allow_nan=False)
-        whole = b"".join((text.encode(), b"\n", *(x.cubin for x in block), *(x.source for x in block)))
-        contents.append(_compressed(whole))
-        places.append((len(whole), hashlib.sha256(contents[-1]).digest()))
-    if len({kernel.source_key for kernel in listed}) != len(listed):
-        raise ValueError("two of its kernels have one source key")
-    table = b"".join(_KEY.pack(*each) for each in sorted(set(keys)))
-    counts = {"keys": len(set(keys)), "blocks": len(contents), "count": len(listed)}
-    sizes = {"cubin_bytes": sum(kernel.cubin_bytes for kernel in listed)}
-    head = json.dumps(summary(listed) | counts | sizes, sort_keys=True).encode() + b"\n"
-    offset = _START + len(head) + len(table) + len(contents) * _BLOCK.size
-    for content, (whole_size, sha256) in zip(contents, places, strict=True):
-        table += _BLOCK.pack(offset, len(content), whole_size, sha256)
-        offset += len(content)
-    digest = hashlib.sha256(head + table).digest()
-    start = MAGIC + _SIZES.pack(len(head), len(table), digest)
-    files.write_whole(path, [start, head, table, *contents])
-    return listed
-
-
-def _read_block(whole: bytes) -> dict[str, Packable]:
-    text, _, rest = whole.partition(b"\n")
+def _read_content(content: bytes) -> Packable:
+    parts, start = [], CONTENT.size
+    for size in CONTENT.unpack_from(content)[:3]:
+        parts.append(content[start : start + size])
+        start += size
+    cubin, source, text = parts
+    counted = (len(cubin), len(source), hashlib.sha256(cubin).hexdigest(), hashlib.sha256(source).hexdigest())
     try:
-        kernels = [Kernel.from_json(item) for item in json.loads(text)]
+        return Packable(Kernel.from_json(json.loads(text) | dict(zip(COUNTED, counted, strict=True))), cubin, source)
     except (AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"the descriptions of a block are no list of kernels ({error!r})") from error
-    sizes = [kernel.cubin_bytes for kernel in kernels] + [kernel.source_bytes for kernel in kernels]
-    if sum(sizes) != len(rest):
-        raise ValueError(f"a block holds {len(rest)} bytes, and its descriptions say {sum(sizes)}")
-    parts, place = [], 0
-    for size in sizes:
-        parts.append(rest[place : place + size])
-        place += size
-    cubins, sources = parts[: len(kernels)], parts[len(kernels) :]
-    return {one.source_key: Packable(one, *both) for one, *both in zip(kernels, cubins, sources, strict=True)}
+        raise ValueError(f"the description of a kernel is none ({error!r})") from error
 
 
-def _compressed(content: bytes) -> bytes:
-    import lzma
-
-    # Instructions are 16 bytes long, and what decides them is in the same place of each.
-    options = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 3, "pb": 4}
-    options["dict_size"] = 1 << max(16, (len(content) - 1).bit_length())
-    return lzma.compress(content, lzma.FORMAT_XZ, lzma.CHECK_NONE, filters=[options])
+def filters(lzma: Any, **options: int) -> list[dict[str, int]]:
+    # What decides an instruction is in the same place of each of its 16 bytes. No chain has more than the dictionary.
+    return [{"id": lzma.FILTER_LZMA1, "lc": 0, "lp": 3, "pb": 4, "dict_size": 1 << 20, **options}]
 
 
 def _decompressed(content: bytes, size: int) -> bytes:
@@ -217,12 +198,12 @@ def _decompressed(content: bytes, size: int) -> bytes:
     except ImportError as error:
         raise ValueError(f"this Python was built without lzma, which unpacks it ({error})") from error
     if size > _MOST:
-        raise ValueError(f"a block claims {size} bytes, more than {_MOST}")
+        raise ValueError(f"a kernel claims {size} bytes, more than {_MOST}")
     try:
-        unpacking = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=4 * _MOST)
+        unpacking = lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=filters(lzma))
         found = unpacking.decompress(content, size + 1)
     except (lzma.LZMAError, MemoryError) as error:
-        raise ValueError(f"a block cannot be unpacked: {error}") from error
+        raise ValueError(f"a kernel cannot be unpacked: {error}") from error
     if len(found) != size:
-        raise ValueError(f"a block does not have the {size} bytes that the table says")
+        raise ValueError(f"a kernel does not have the {size} bytes that the table says")
     return found

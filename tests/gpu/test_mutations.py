@@ -7,6 +7,8 @@ from typing import Any
 
 import batched_cases
 import batched_mutations
+import epilogue_mutations
+import epilogue_runs
 import gated_mutations
 import gated_runs
 import grouped_mutations
@@ -118,6 +120,12 @@ def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict
     return {"result": run.is_right(load(params, binary))}
 
 
+def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    if params.grouping != "none":
+        return {"result": grouped_runs.is_right(params, builder)}
+    return {"result": epilogue_runs.is_right(params, load(params, binary))}
+
+
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
     mutations: plain,
     scaled_mutations: scaled,
@@ -126,6 +134,7 @@ ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool
     batched_mutations: batched,
     gated_mutations: gated,
     rows_mutations: rows,
+    epilogue_mutations: finished,
 }
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

@@ -56,7 +56,6 @@ def factors(text: str, m: int, n: int) -> dict[str, torch.Tensor]:
     return {name: found[name] for name in parts.tensors if name in found}
 
 
-@functools.cache
 def operands(m: int, columns: int, k: int, spread: float = 8.0) -> tuple[Pair, Pair, torch.Tensor]:
     """a, b and the product in float64. Sums are about 1, or ``8 / spread``."""
     a, b = random(m, k, seed=1), random(2 * columns, k, seed=2) / k**0.5 * 8 / spread
@@ -69,10 +68,18 @@ def cast_of(pair: Pair) -> torch.Tensor:
     return deep_gemm.dequantise(*pair, dtype=torch.float64)
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, half_unit: float) -> None:
-    """Within a rounding of D, and the errors of sums and of silu."""
+def slack(exact: torch.Tensor, alpha: float, more: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What errors of the two sums, which FP8 tensor cores keep to some 13 bits, can change in their product."""
+    gate, up = (alpha * exact + more.get("bias", torch.zeros(1, device=exact.device)).double()).abs().chunk(2, 1)
+    return (
+        2**-10 * (1.1 * up + gate) * more.get("row_factor", torch.ones(len(exact), device=exact.device)).abs()[:, None]
+    )
+
+
+def assert_close(found: torch.Tensor, wanted: torch.Tensor, half_unit: float, slack: torch.Tensor) -> None:
+    """Within a rounding of D, and ``slack``."""
     error = (found.double() - wanted.double()).abs()
-    assert bool((error <= half_unit * wanted.double().abs() + 2**-12).all()), error.max()
+    assert bool((error <= half_unit * wanted.double().abs() + slack).all()), (error - slack).max()
 
 
 HALF_UNIT = {"bf16": 2.0**-8, "f16": 2.0**-10, "f32": 2.0**-12}
@@ -103,17 +110,19 @@ def test_every_config(params: KernelParams, binaries: Binaries) -> None:
         torch.cuda.synchronize()
         d.check(f"d, {m} x {columns} x {k}")
         sfd.check(f"scales of d, {m} x {columns} x {k}")
-        finish = Finish(parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, **more)  # type: ignore[arg-type]
+        alpha = ALPHA if parts.alpha else 1.0
+        finish = Finish(parts.activation, alpha, clamp=parts.clamp, **more)  # type: ignore[arg-type]
         wanted = finish(exact, (slice(None), slice(None)))
         if parts.cast:
             values = cast_of((d.tensor, sfd.tensor))
             largest = wanted.abs().unflatten(1, (-1, SCALE_BLOCK)).amax(2).repeat_interleave(SCALE_BLOCK, 1)
             error = (values - wanted).abs()
-            assert bool((error <= wanted.abs() / 15 + largest / 2**16 * 2 + 2**-12).all()), error.max()
+            allowed = wanted.abs() / 15 + largest / 2**15 + slack(exact, alpha, more)
+            assert bool((error <= allowed).all()), error.max()
             if parts.cast == "ue8m0":
                 assert torch.equal(sfd.tensor, torch.exp2(torch.log2(sfd.tensor).round()))
         else:
-            assert_close(d.tensor, wanted, HALF_UNIT[params.output])
+            assert_close(d.tensor, wanted, HALF_UNIT[params.output], slack(exact, alpha, more))
 
 
 def swiglu(m: int, columns: int, k: int, **parts: object) -> tuple[torch.Tensor, torch.Tensor, Pair, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 import deep_gemm
 
-MODULES = ("fused", "nn", "quantize")
+MODULES = ("compat", "fused", "nn", "quantize")
 """Public modules whose functions are counted too."""
 ELSEWHERE = {
     "CustomKernel": "deep_gemm.kernel makes it",
@@ -28,9 +29,11 @@ def public() -> Iterator[tuple[str, Any]]:
     for name in deep_gemm.__all__:
         value = getattr(deep_gemm, name)
         names = getattr(value, "__all__", ()) if name in MODULES else ()
+        if name == "nn":
+            names = [*names, *(f"parallel.{each}" for each in value.parallel.__all__)]
         if name == "quantize":
             names = [each for each, x in vars(value).items() if inspect.isfunction(x) and not each.startswith("_")]
-        found = [(f"{name}.{each}", getattr(value, each)) for each in names] or [(name, value)]
+        found = [(f"{name}.{each}", operator.attrgetter(each)(value)) for each in names] or [(name, value)]
         for each, x in found:
             error = inspect.isclass(x) and issubclass(x, Exception)
             if callable(x) and not error and id(x) not in seen and getattr(x, "__module__", "").startswith("deep_gemm"):

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from deep_gemm.cli import doctor
+from deep_gemm.cli import clients, doctor
 from deep_gemm.cli.app import app
 from deep_gemm.cli.console import fact
 from deep_gemm.cli.findings import NVRTC, judge
@@ -33,6 +33,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "cache": {"root": "/c", "problem": None, "writable": True, "entries": 0, "bytes": 0},
         "packs": [],
         "other_packages": [],
+        "clients": [],
         "settings": [],
     }
     return found | changes
@@ -93,6 +94,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[str]:
         key = {"_others": "other_packages"}.get(part, part[1:])
         monkeypatch.setattr(doctor, part, lambda key=key: found[key])
     monkeypatch.setattr(doctor, "driver_release", lambda: (13, 0))
+    monkeypatch.setattr(clients, "examine", lambda: found["clients"])
     return CliRunner().invoke(app, ["doctor"]).output.splitlines()
 
 

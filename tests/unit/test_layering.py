@@ -26,7 +26,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.select",),
     ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
     ("deep_gemm.runtime.engine",),
-    ("deep_gemm.runtime.operation", "deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
+    ("deep_gemm.runtime.operation", "deep_gemm.runtime.sharding"),
+    ("deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
     (
         "deep_gemm.runtime.call_code",
         "deep_gemm.runtime.fallback",
@@ -65,7 +66,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.nn",),
     # For `from deep_gemm import X` of a public name.
     ("deep_gemm.__init__",),
-    ("deep_gemm.backends",),
+    ("deep_gemm.backends", "deep_gemm.compat"),
     ("deep_gemm.aot",),
     ("deep_gemm.bench",),
     ("deep_gemm.cli", "deep_gemm.__main__"),

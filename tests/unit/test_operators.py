@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from public_calls import CALLS, paired
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -16,9 +19,12 @@ import deep_gemm
 from deep_gemm import InvalidInputError, fused, quantize
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
+from deep_gemm.runtime.calls import Calls
+from deep_gemm.runtime.operation import REQUIRED
 
 BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
 OPERATORS = deep_gemm.register_operators()
+WRITING = [name for name in OPERATORS if not name.endswith("_functional")]
 ROWS = (384, 640, 896)
 """None is a size of the weights: sizes that are equal in the first call would be taken for one."""
 
@@ -202,22 +208,94 @@ def test_a_wrong_call_says_the_same_when_it_is_traced() -> None:
     assert str(plain.value).partition(",")[0] in str(traced.value)
 
 
-def operands(name: str) -> tuple[Any, ...]:
-    x, d = matrix(64, K), torch.empty(64, N, dtype=BF16)
-    if name == "fp8_gemm":
-        return (*quantize.rows(x), *FP8_W, d)
-    return x, W, d
+EPILOGUE = {"alpha": 0.5, "epilogue": "bias:f32+relu", "form": "nt"}
 
 
-@pytest.mark.parametrize("name", ["bf16_gemm", "fp8_gemm"])
-def test_torch_finds_no_fault_with_an_operator(name: str) -> None:
-    fakes = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
-    # torch's test of schemas compares with arithmetic that FP8 has not.
-    checked = ("test_schema", *fakes) if name == "bf16_gemm" else fakes[:1]
-    torch.library.opcheck(getattr(torch.ops.deep_gemm_jit, name).default, operands(name), test_utils=checked)
+def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operator with an epilogue."""
+    x = {name: tensor for name, tensor in CALLS[function].tensors().items() if name != "c"}
+    variants, _ = operators._entries[f"{operator}_epilogue"]
+    bias = torch.ones(*x["b"].shape[:-2], x["d"].shape[-1])
+    layouts = {"grouped_layout": x.get("layout"), "masked_m": x.get("layout"), "expected_m": 8}
+    named = {"d": x["d"], **layouts, **EPILOGUE, "bias": bias}
+    found: list[Any] = []
+    for parameter in variants[0].arguments:
+        if parameter.type == operators._PAIR and parameter.name in "ab":
+            found += paired(x, parameter.name)
+        elif parameter.use != "refused":
+            found.append(x[parameter.name] if parameter.name in "ab" else named.get(parameter.name, parameter.default))
+    return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
+
+
+@functools.cache
+def arguments() -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operator, from the calls of public functions."""
+    found: dict[str, tuple[Any, ...]] = {}
+    first = Calls.first
+
+    def seen(self: Calls, key: Any, rest: Any, given: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+        flat: list[Any] = []
+        for parameter, value in zip(self._variants[0].arguments, given, strict=True):
+            if parameter.use != "refused":
+                flat += value if parameter.type == operators._PAIR else [value]
+        found.setdefault(operators.name_of(self._variants), tuple(flat))
+        first(self, key, rest, given, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Calls, "first", seen)
+        for call in CALLS.values():
+            call.call(call.tensors())
+        for kind in ("bf16", "fp16", "fp8"):
+            found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
+        for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):
+            found |= finished(f"m_grouped_{kind}_gemm_{form}", f"m_grouped_{kind}_gemm_nt_{form}")
+    return found
+
+
+def own(values: Sequence[Any]) -> list[Any]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in values]
+
+
+def equal(x: Any, y: Any) -> bool:
+    return torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if isinstance(x, Tensor) else x == y
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_torch_finds_no_fault_with_an_operator(name: str) -> None:
+    given = arguments()[name.removesuffix("_functional")]
+    checked = ["test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"]
+    if not any(isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn for x in given):
+        checked.append("test_schema")  # which compares with arithmetic that FP8 has not
+    torch.library.opcheck(getattr(torch.ops.deep_gemm_jit, name).default, tuple(own(given)), test_utils=checked)
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_functional_operator_returns_what_the_other_one_writes(name: str) -> None:
+    given = arguments()[name]
+    written, left = own(given), own(given)
+    getattr(torch.ops.deep_gemm_jit, name)(*written)
+    found = getattr(torch.ops.deep_gemm_jit, f"{name}_functional")(*left)
+    assert all(map(equal, left, given))
+    schema = getattr(torch.ops.deep_gemm_jit, name).default._schema
+    results = [x for x, argument in zip(written, schema.arguments, strict=True) if is_written(argument)]
+    returned = [found] if isinstance(found, Tensor) else found
+    assert len(returned) == len([x for x in results if x is not None]) > 0
+    assert all(map(equal, returned, [x for x in results if x is not None]))
+
+
+def is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def test_a_norm_without_a_residual_is_traced() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return fused.rms_norm(x, W[0, :K])
+
+    x = matrix(96, K)
+    assert torch.equal(torch.compile(norm, fullgraph=True, backend="aot_eager")(x), norm(x))
+
+
+@pytest.mark.parametrize("name", WRITING)
 def test_schemas_follow_from_the_parameters(name: str) -> None:
     variants, _ = operators._entries[name]
     parsed = torch._C.parse_schema(f"deep_gemm_jit::{name}{operators.schema(variants)}")

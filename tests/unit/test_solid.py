@@ -7,6 +7,7 @@ import random
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import pytest
 from jit_fakes import FakeCompiler, builder, cubin_of
 from pack_kernels import packed, sources, user
 
+from deep_gemm.jit.cache import likeness, solid, solid_writer
 from deep_gemm.jit.cache import pack as packs
-from deep_gemm.jit.cache import solid
 from deep_gemm.jit.cache.packable import Packable
 
-COUNT, IN_A_BLOCK = 10, 3
+COUNT, IN_A_FAMILY = 10, 6
 
 
 def contents(root: Path, compiler: FakeCompiler | None = None) -> list[Packable]:
@@ -33,7 +34,7 @@ def contents(root: Path, compiler: FakeCompiler | None = None) -> list[Packable]
 
 def make(path: Path, compiler: FakeCompiler | None = None) -> Path:
     made = contents(path.parent, compiler)
-    solid.write(path, [made[at : at + IN_A_BLOCK] for at in range(0, COUNT, IN_A_BLOCK)])
+    solid_writer.write(path, [made[:IN_A_FAMILY], made[IN_A_FAMILY:]])
     return path
 
 
@@ -66,13 +67,25 @@ def test_two_builds_give_the_same_bytes(pack: Path, tmp_path: Path) -> None:
 
 
 def test_kernels_that_resemble_each_other_are_compressed_together(tmp_path: Path) -> None:
-    made = contents(tmp_path)
-    alike = [Packable(one.kernel, made[0].cubin, made[0].source) for one in made]
-    sizes = {}
-    for count in (1, COUNT):
-        solid.write(tmp_path / "x", [alike[at : at + count] for at in range(0, COUNT, count)])
-        sizes[count] = (tmp_path / "x").stat().st_size
-    assert sizes[COUNT] < 0.4 * sizes[1]
+    """And what lies between kernels that do not costs nothing."""
+    made, rng = contents(tmp_path), random.Random(0)
+    cubin = rng.randbytes(20_000)
+
+    def changed(places: int) -> bytes:
+        data = bytearray(cubin)
+        for place in range(places):
+            data[place * 1000] ^= 1
+        return bytes(data)
+
+    def size(families: list[list[Packable]]) -> int:
+        solid_writer.write(tmp_path / "x", families)
+        assert packs.read(tmp_path / "x").packable(made[7].kernel.source_key).cubin == families[-1][-1].cubin
+        return (tmp_path / "x").stat().st_size
+
+    alike = [replace(one, cubin=changed(index)) for index, one in enumerate(made[:8])]
+    apart = size([[one] for one in alike])
+    assert 8 * len(cubin) < apart < 8 * (len(cubin) + 800)
+    assert size([alike]) < apart - 6 * len(cubin)
 
 
 def test_a_builder_uses_it(pack: Path, tmp_path: Path) -> None:
@@ -84,12 +97,13 @@ def test_a_builder_uses_it(pack: Path, tmp_path: Path) -> None:
     assert compiler.calls == []
 
 
-def test_one_kernel_reads_one_block(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_kernel_is_unpacked_once(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = packs.read(pack)
     unpacked: list[int] = []
     decompressed = solid._decompressed
     monkeypatch.setattr(solid, "_decompressed", lambda *x: (unpacked.append(len(x[0])), decompressed(*x))[1])
     key = next(iter(found.kernels))
+    assert len(unpacked) == COUNT
     unpacked.clear()
     assert found.rendered("00" * 20) is not None
     assert found.find(key) is not None
@@ -98,7 +112,7 @@ def test_one_kernel_reads_one_block(pack: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_flipped_bit_is_found_and_never_served(pack: Path, tmp_path: Path) -> None:
-    """One bit of each 16 bytes: names, sizes, head, table, blocks."""
+    """One bit of each 16 bytes: names, sizes, head, table, streams."""
     good, rng, bad = pack.read_bytes(), random.Random(0), tmp_path / "bad.dgpack"
     asked = sources(COUNT)[4]
     served = 0
@@ -112,7 +126,7 @@ def test_every_flipped_bit_is_found_and_never_served(pack: Path, tmp_path: Path)
             binary = build.packs.get(build.source_key(asked), asked.name, asked.arch)
             served += binary is not None
             assert binary is None or binary[1] == cubin_of(asked.source)
-    assert served, "a block that is damaged leaves those of other blocks"
+    assert served, "a kernel that is damaged leaves those of other chains"
 
 
 @pytest.mark.parametrize(
@@ -157,9 +171,9 @@ def test_a_python_without_lzma_compiles(
     assert "this Python was built without lzma" in message
 
 
-def test_a_block_that_grows_is_refused(tmp_path: Path) -> None:
+def test_a_kernel_that_grows_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not have the 10 bytes"):
-        solid._decompressed(solid._compressed(bytes(1 << 20)), 10)
+        solid._decompressed(solid_writer._compressed(bytes(1 << 20)), 10)
     with pytest.raises(ValueError, match="claims"):
         solid._decompressed(b"", 1 << 30)
 
@@ -167,4 +181,53 @@ def test_a_block_that_grows_is_refused(tmp_path: Path) -> None:
 def test_two_kernels_with_one_key_are_refused(tmp_path: Path) -> None:
     one = contents(tmp_path)[0]
     with pytest.raises(ValueError, match="one source key"):
-        solid.write(tmp_path / "a.dgpack", [[one, one]])
+        solid_writer.write(tmp_path / "a.dgpack", [[one, one]])
+
+
+# ------------------------------------------------------------------------------------------------ what resembles what
+
+
+def pieces(*numbers: int) -> bytes:
+    """An item of so many pieces."""
+    return b"".join(number.to_bytes(8, "little") for number in numbers)
+
+
+BASE = range(100)
+
+
+@pytest.mark.parametrize(
+    ("items", "longest", "expected"),
+    [
+        ([], 3, []),
+        ([pieces(1)], 3, [None]),
+        ([pieces(1), pieces(2)], 3, [None, None]),
+        ([pieces(*BASE), pieces(*BASE)], 3, [None, 0]),
+        # The one in the middle is nearest to both others.
+        ([pieces(*range(20, 120)), pieces(*range(40, 140)), pieces(*BASE)], 2, [None, 0, 0]),
+        (
+            [pieces(*BASE), pieces(*range(200, 300)), pieces(*BASE, 7000), pieces(*range(200, 300), 8000)],
+            3,
+            [None, None, 0, 1],
+        ),
+        # The largest has all that the others need.
+        ([pieces(*BASE), pieces(*BASE, *range(500, 540)), pieces(*BASE, *range(500, 540), 9)], 3, [1, None, 1]),
+    ],
+)
+def test_an_item_comes_after_what_it_resembles(items: list[bytes], longest: int, expected: list[int | None]) -> None:
+    assert likeness.parents(items, longest) == expected
+
+
+@pytest.mark.parametrize("longest", [2, 3])
+def test_chains_end(longest: int) -> None:
+    """Each item resembles the one before it most."""
+    items = [pieces(*range(10 * index, 10 * index + 100)) for index in range(30)]
+    found = likeness.parents(items, longest)
+    lengths = []
+    for index in range(len(items)):
+        chain = [index]
+        while (parent := found[chain[-1]]) is not None:
+            chain.append(parent)
+            assert len(chain) <= longest
+        lengths.append(len(chain))
+    assert max(lengths) == longest
+    assert lengths.count(1) < 12

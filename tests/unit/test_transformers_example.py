@@ -12,6 +12,7 @@ import torch
 import deep_gemm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_model.py"
+CPU = "cpu"
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -41,3 +42,36 @@ def test_both_precisions_learn_and_generate_alike(example: Any) -> None:
     tokens, prefill, rate = example.serve(models["FP8"].eval(), ids, 2, "cpu")
     assert tokens.shape == (1, 2)
     assert prefill > 0 < rate
+
+
+def test_transformers_own_layers_call_this_library(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import deepgemm, finegrained_fp8
+
+    for module, name in ((deepgemm, "is_sm100"), (finegrained_fp8, "is_sm100"), (deepgemm, "is_deepgemm_loadable")):
+        monkeypatch.setattr(module, name, lambda: False)
+    monkeypatch.setattr(finegrained_fp8, "is_deepgemm_loadable", lambda: False)
+    monkeypatch.setattr(deepgemm, "_DEEPGEMM", None)
+    net = example.model(SIZES, CPU).bfloat16().eval()
+    named = example.ways(net, None)
+    ids = example.patterns(2, 16, torch.Generator().manual_seed(2), CPU)
+    served = {(way, 2): example.serve(named[way][1](), ids, 3, CPU) for way in ("BF16", "nn", "compat")}
+    assert torch.equal(served["compat", 2][0], served["nn", 2][0])
+    assert [line.split(" of ")[1].split(";")[0] for line in example.verdict(served)] == ["BF16", "compat"]
+    assert len(example.table({way: title for way, (title, _) in named.items()}, served).splitlines()) == 4
+
+
+def test_what_fails_is_named_and_nothing_begins_late(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = example.Parts(60.0)
+    assert parts("one", lambda: 1) == 1
+    assert parts("two", lambda: [].pop()) is None
+    parts.limit = -1.0
+    assert parts("three", lambda: 3) is None
+    assert capsys.readouterr().out.splitlines() == [
+        "two: failed: IndexError: pop from empty list",
+        "three: left out, because 0 s of -1 s are over",
+    ]
+
+
+def test_the_loss_curve_has_the_first_and_the_last_step(example: Any) -> None:
+    lines = example.curve({"BF16": [3.0, 2.0, 1.0], "FP8": [3.0, 2.5, 1.5]}).splitlines()
+    assert [line.split()[-1] for line in lines] == ["2", "1.0000", "1.5000"]

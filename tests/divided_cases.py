@@ -1,0 +1,164 @@
+"""Products whose operands are DTensors, each divided in every way that it may be; for tests with gloo and with NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from nn_cases import relative
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import deep_gemm
+from deep_gemm import quantize
+
+M, N, K, GROUPS = 256, 512, 512, 4
+Operands = dict[str, tuple[Tensor, str]]
+Made = tuple[Operands, str, Callable[[dict[str, Any]], None]]
+"""Tensors and their dimensions by letters, the dimensions that may be divided, and the call."""
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def pair(name: str, found: tuple[Tensor, Tensor], letters: str) -> Operands:
+    return {name: (found[0], letters), f"{name}_scales": (found[1], letters)}
+
+
+def stacked(cast: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor) -> tuple[Tensor, Tensor]:
+    values, scales = zip(*map(cast, x), strict=True)
+    return torch.stack(values), torch.stack(scales)
+
+
+def fp8(x: dict[str, Any], *names: str) -> list[tuple[Tensor, Tensor]]:
+    return [(x[name], x[f"{name}_scales"]) for name in names]
+
+
+def dense_fp8() -> Made:
+    operands = pair("a", quantize.rows(half(M, K)), "mk") | pair("b", quantize.blocks(half(N, K)), "nk")
+    operands["d"] = torch.zeros(M, N), "mn"
+    return operands, "mnk", lambda x: deep_gemm.fp8_gemm_nt(*fp8(x, "a", "b"), x["d"])
+
+
+def gradient_fp8() -> Made:
+    """Scales of single rows on both sides, added to what is there."""
+    operands = pair("a", quantize.rows(half(M, K)), "mk") | pair("b", quantize.rows(half(N, K)), "nk")
+    operands["d"] = torch.ones(M, N), "mn"
+    return operands, "mnk", lambda x: deep_gemm.fp8_gemm_nt(*fp8(x, "a", "b"), x["d"], x["d"], recipe=(1, 1, 128))
+
+
+def dense_bf16() -> Made:
+    operands = {"a": (half(M, K), "mk"), "b": (half(K, N), "kn"), "d": (torch.zeros(M, N), "mn")}
+    return operands, "mnk", lambda x: deep_gemm.bf16_gemm_nn(x["a"], x["b"], x["d"])
+
+
+def epilogue() -> Made:
+    operands = {
+        "a": (half(M, K), "mk"),
+        "b": (half(N, K), "nk"),
+        "d": (half(M, N), "mn"),
+        "bias": (torch.randn(N), "n"),
+    }
+
+    def run(x: dict[str, Any]) -> None:
+        deep_gemm.bf16_gemm_nt(x["a"], x["b"], x["d"], epilogue=deep_gemm.Epilogue(bias=x["bias"], activation="relu"))
+
+    return operands, "mn", run
+
+
+def batch() -> Made:
+    operands = pair("a", stacked(quantize.rows, half(GROUPS, M, K)), "gmk")
+    operands |= pair("b", stacked(quantize.blocks, half(GROUPS, N, K)), "gnk")
+    operands["d"] = half(GROUPS, M, N), "gmn"
+    return operands, "gmnk", lambda x: deep_gemm.fp8_bmm(*fp8(x, "a", "b"), x["d"])
+
+
+def summed() -> Made:
+    operands = {"a": (half(GROUPS, M, K), "gmk"), "b": (half(GROUPS, N, K), "gnk"), "d": (torch.zeros(M, N), "mn")}
+    return operands, "mng", lambda x: deep_gemm.einsum("bmk,bnk->mn", x["a"], x["b"], x["d"])
+
+
+def masked() -> Made:
+    operands = pair("a", stacked(quantize.rows, half(GROUPS, M, K)), "gMk")
+    operands |= pair("b", stacked(quantize.blocks, half(GROUPS, N, K)), "gnk")
+    operands |= {"d": (torch.zeros(GROUPS, M, N).bfloat16(), "gMn")}
+    operands["counts"] = torch.full((GROUPS,), M, dtype=torch.int32), "g"
+    return operands, "gnk", lambda x: deep_gemm.m_grouped_fp8_gemm_nt_masked(*fp8(x, "a", "b"), x["d"], x["counts"], M)
+
+
+def contiguous() -> Made:
+    operands = {"a": (half(M, K), "Mk"), "b": (half(2, N, K), "Gnk"), "d": (half(M, N), "Mn")}
+    operands["labels"] = torch.arange(2, dtype=torch.int32).repeat_interleave(M // 2), "M"
+    return operands, "nk", lambda x: deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x["a"], x["b"], x["d"], x["labels"])
+
+
+def by_k() -> Made:
+    operands = pair("a", quantize.columns(half(K, M)), "mK") | pair("b", quantize.columns(half(K, N)), "nK")
+    operands["d"] = torch.zeros(2, M, N), "Gmn"
+    operands["sizes"] = torch.full((2,), K // 2, dtype=torch.int32), "G"
+    return operands, "mn", lambda x: deep_gemm.k_grouped_fp8_gemm_nt_padded(*fp8(x, "a", "b"), x["d"], x["sizes"])
+
+
+CASES = [dense_fp8, gradient_fp8, dense_bf16, epilogue, batch, summed, masked, contiguous, by_k]
+
+
+def spread(mesh: DeviceMesh, x: Tensor, own: str, letter: str, result: str) -> Any:
+    """The DTensor in which the dimension ``letter`` is divided; of a sum over it, which is ``d``, the first part."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    rank, size = mesh.get_rank(), mesh.size()
+    if letter in own:
+        dim = own.index(letter)
+        part, place = x.chunk(size, dim)[rank].clone(), Shard(dim)
+    elif own == result and letter not in result:
+        part, place = x.clone() if rank == 0 else torch.zeros_like(x), Partial()
+    else:
+        part, place = x.clone(), Replicate()
+    return DTensor.from_local(part, mesh, [place], run_check=False)
+
+
+def products(mesh: DeviceMesh) -> dict[str, float]:
+    """Relative differences from whole products, by product and the dimension that is divided."""
+    found = {}
+    for make in CASES:
+        torch.manual_seed(0)
+        operands, letters, run = make()
+        operands = {name: (x.to(mesh.device_type), own) for name, (x, own) in operands.items()}
+        whole = {name: x.clone() for name, (x, _) in operands.items()}
+        run(whole)
+        for letter in letters:
+            result = operands["d"][1]
+            divided = {name: spread(mesh, x, own, letter, result) for name, (x, own) in operands.items()}
+            run(divided)
+            found[f"{make.__name__} {letter}"] = relative(divided["d"].full_tensor(), whole["d"])
+    return found
+
+
+def refusals(mesh: DeviceMesh) -> list[str]:
+    """What is said of operands that are divided in other ways."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    def sharded(x: Tensor, place: Any) -> Any:
+        return DTensor.from_local(x, mesh, [place], run_check=False)
+
+    def said(run: Callable[[], Any]) -> str:
+        try:
+            run()
+        except deep_gemm.InvalidInputError as error:
+            return str(error)
+        return "nothing"
+
+    def blocks(rows: int) -> Any:
+        return tuple(sharded(part, Shard(0)) for part in quantize.blocks(half(rows, K)))
+
+    a, b, d = (sharded(half(64, 64), place) for place in (Replicate(), Shard(0), Replicate()))
+    casts = tuple(sharded(part, Replicate()) for part in quantize.rows(half(64, K)))
+    of_rows = sharded(half(64, 192), Shard(1))
+    return [
+        said(lambda: deep_gemm.bf16_gemm_nt(a, b, d)),
+        said(lambda: deep_gemm.bf16_gemm_nt(a, b.to_local(), d)),
+        said(lambda: deep_gemm.fp8_gemm_nt(casts, blocks(192), of_rows)),
+        said(lambda: deep_gemm.tf32_hc_prenorm_gemm(a, b, d, d)),
+    ]

@@ -1,0 +1,79 @@
+"""Jobs that run in several processes at once, which are the ranks of a process group on this machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+GROUP_SECONDS = 60
+"""After which a collective fails that a rank misses."""
+SECONDS = {"cpu": 90, "cuda": 240}
+"""After which a test gives up. On GPUs kernels are compiled."""
+
+PRELOAD = ["deep_gemm.nn", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
+"""What ranks need and takes seconds to import. They are forked from a process that has it."""
+
+
+def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "cpu") -> list[Any]:
+    """The results of ``job(device mesh, *arguments)`` of each rank. A rank that raises fails the test with its text."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    pipes: list[Connection] = []
+    processes = []
+    end = time.monotonic() + SECONDS[device]
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe(duplex=False)
+            place = rank, size, store.port, device
+            process = context.Process(target=_serve, args=(*place, theirs, job, arguments), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        found = [_answer(pipe, end) for pipe in pipes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    wrong = [text for failed, text in found if failed]
+    assert not wrong, "\n".join(wrong)
+    return [result for _, result in found]
+
+
+def _answer(pipe: Connection, end: float) -> tuple[bool, Any]:
+    if not pipe.poll(max(0.0, end - time.monotonic())):
+        return True, "a rank hangs"
+    try:
+        answer: tuple[bool, Any] = pipe.recv()
+    except (EOFError, OSError):
+        return True, "a rank has died"
+    return answer
+
+
+def _serve(
+    rank: int, size: int, port: int, device: str, pipe: Connection, job: Callable[..., Any], arguments: Any
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=GROUP_SECONDS)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    try:
+        pipe.send((False, job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments)))
+    except BaseException:
+        pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
+    finally:
+        pipe.close()

@@ -1,0 +1,82 @@
+"""The interface as clients use it: calls in their spelling, what they probe, and what they set around calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from client_calls import ROWS
+from public_calls import CALLS, G, K, paired
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import deep_gemm
+from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm.jit.compilers import find
+from deep_gemm.settings import settings
+from deep_gemm.testing import calc_diff
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_call_in_a_clients_spelling(name: str) -> None:
+    torch.manual_seed(0)
+    for found, exact in ROWS[name]("cpu"):
+        assert calc_diff(found, exact) < 1e-3
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_looks_at_no_data_when_it_is_traced(name: str) -> None:
+    with FakeTensorMode():
+        for found, exact in ROWS[name]("cpu"):
+            assert found.shape == exact.shape
+
+
+def test_nvrtc_0_after_the_import_means_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang exports it always."""
+    monkeypatch.delenv("DG_JIT_USE_NVRTC", raising=False)
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", "")
+    before = find.find_all()
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "0")
+    assert settings.use_nvrtc is False
+    assert find.find_all() == before
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert settings.use_nvrtc is True
+
+
+def test_clients_catch_what_they_expect() -> None:
+    """Transformers catches NotImplementedError and ValueError, and goes on with Triton; others catch RuntimeError."""
+    x, d = torch.ones(4, 128), torch.empty(4, 4, dtype=torch.bfloat16)
+    for caught in (ValueError, RuntimeError, InvalidInputError):
+        with pytest.raises(caught):
+            deep_gemm.bf16_gemm_nt(x, x, d)
+    for caught in (NotImplementedError, RuntimeError, UnsupportedError):
+        with pytest.raises(caught):
+            deep_gemm.fp8_fp4_mega_moe()  # type: ignore[attr-defined]
+        with pytest.raises(caught, match="signal"):
+            deep_gemm.m_grouped_fp8_gemm_nt_masked(
+                (x, x), (x, x), d, x, 1, enable_overlap=True, max_block_n=256, signal=x
+            )
+
+
+def test_tokenspeed_imports_all_its_names_in_one_statement() -> None:
+    names = (
+        *("ceil_div", "ceil_to_ue8m0", "fp8_einsum", "fp8_gemm_nt", "fp8_m_grouped_gemm_nt_masked", "fp8_mqa_logits"),
+        *("fp8_paged_mqa_logits", "get_mk_alignment_for_contiguous_layout", "get_mn_major_tma_aligned_tensor"),
+        *("get_mn_major_tma_aligned_packed_ue8m0_tensor", "get_num_sms", "get_paged_mqa_logits_metadata", "get_pdl"),
+        *("get_tma_aligned_size", "m_grouped_fp8_gemm_nt_contiguous", "per_block_cast_to_fp8", "set_pdl"),
+        *("per_token_cast_to_fp8", "set_num_sms", "tf32_hc_prenorm_gemm", "transform_sf_into_required_layout"),
+    )
+    scope: dict[str, object] = {}
+    exec(f"from deep_gemm import {', '.join(names)}", scope)
+    assert all(callable(scope[name]) for name in names)
+
+
+@pytest.mark.parametrize("name", ["k_grouped_fp8_gemm_nt_contiguous", "k_grouped_bf16_gemm_tn_contiguous"])
+def test_what_2_8_added_must_be_none(name: str) -> None:
+    x, function = CALLS[name].tensors(), getattr(deep_gemm, name)
+    operands = paired(x, "a"), paired(x, "b"), x["d"]
+    sizes = ([K // G] * G, x["layout"], x["c"])
+    function(*operands, *sizes, epilogue=None)
+    with pytest.raises(UnsupportedError, match="epilogue must be None here"):
+        function(*operands, *sizes, epilogue=deep_gemm.Epilogue(activation="relu"))
+    if name.startswith("k_grouped_fp8"):
+        with pytest.raises(UnsupportedError, match="use_padded_sf_layout must be False"):
+            function(*operands, *sizes, use_padded_sf_layout=True)

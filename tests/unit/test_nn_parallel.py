@@ -1,0 +1,124 @@
+"""Layers of `deep_gemm.nn` over two ranks with gloo: tensor parallelism, FSDP2 and expert parallelism."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import parallel_cases as cases
+import pytest
+import spawned
+import torch
+
+pytestmark = pytest.mark.limit(100)
+EXAMPLES = Path(__file__).parents[2] / "examples"
+BLOCKS = "of a shard must be a multiple of 128, the size of a block of scales, but it is"
+WHOLE = "of a shard must be a whole number, but it is"
+
+
+@pytest.mark.parametrize("kind", ["fp8", "stored", "bf16"])
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+def test_tensor_parallel_layers_compute_what_one_process_does(kind: str, sequence: bool) -> None:
+    for errors in spawned.run(cases.tensor_parallel, kind, sequence):
+        assert len(errors) == (4 if kind == "stored" else 6)
+        assert all(error < 0.01 for error in errors.values()), errors
+
+
+def test_one_rank_computes_the_same_bits() -> None:
+    (errors,) = spawned.run(cases.tensor_parallel, "fp8", False, size=1)
+    assert not any(errors.values()), errors
+
+
+def test_what_cannot_be_divided_is_said() -> None:
+    for said in spawned.run(cases.tensor_parallel_refusals):
+        assert said == [
+            f"out_features {BLOCKS} 1152 / 2 = 576. Legal numbers of ranks are 1, 3, 9.",
+            f"in_features {BLOCKS} 144 / 2 = 72. Legal numbers of ranks are 1.",
+            f"out_features {WHOLE} 9 / 2. Legal numbers of ranks are 1, 3, 9.",
+            f"The number of experts {WHOLE} 3 / 2. Legal numbers of ranks are 1, 3.",
+            "ExpertParallel divides a deep_gemm.nn.MoE, but it got of type ReLU.",
+            "weight of the layer is a DTensor already: divide it once.",
+        ]
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", ["plain", "kept", "fp8"])
+def test_fsdp_trains_as_one_process_does(way: str, weights: Any) -> None:
+    for errors, seen in spawned.run(cases.fully_sharded, way, weights):
+        assert seen["local rows"] == cases.HIDDEN // 2
+        assert seen.get("converted", ("up", "down")) == ("up", "down")
+        assert seen["gathered"] == ("Gathered" if way == "fp8" else "Parameter")
+        assert seen["casts kept"] == 0, "backward would find whole weights of all layers in memory"
+        assert all(error < (1e-5 if weights == torch.float32 else 0.01) for error in errors.values()), errors
+        assert errors["y 0"] == errors["x 0"] == 0
+
+
+@pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens"])
+def test_divided_experts_have_the_bits_of_one_process(chosen: str) -> None:
+    for errors in spawned.run(cases.expert_parallel, chosen):
+        assert errors.pop("router.weight") < 1e-5
+        assert len(errors) == 5
+        assert not any(errors.values()), errors
+
+
+def test_tensor_parallel_layers_are_sharded_by_fsdp_too() -> None:
+    for errors in spawned.run(cases.both_ways, size=4):
+        assert len(errors) == 6
+        assert all(error < 0.01 for error in errors.values()), errors
+
+
+def test_a_checkpoint_of_shards_is_plain_and_loads(tmp_path: Path) -> None:
+    for types, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state")):
+        assert types == {"Tensor"}
+        assert len(equal) == 4
+        assert all(equal.values()), equal
+        assert in_fp8
+    import torch.distributed.checkpoint.format_utils as formats
+
+    formats.dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
+    alone = cases.mlp("fp8", "cpu")
+    state = alone.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in torch.load(tmp_path / "state.pt", weights_only=True).items())
+
+
+def test_a_compiled_tensor_parallel_model_has_the_same_bits() -> None:
+    for errors in spawned.run(cases.compiled):
+        assert not any(errors.values()), errors
+
+
+def torchrun(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """The example by two ranks, on the CPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=90, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "titles"),
+    [
+        ("tensor_parallel.py", ["tensor parallel MLP", "expert parallel mixture"]),
+        ("fsdp.py", ["FSDP2"]),
+    ],
+)
+def test_examples_agree_with_one_process(script: str, titles: list[str], tmp_path: Path) -> None:
+    done = torchrun(script, "--record", str(tmp_path / "record.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert list(record) == titles
+    for title, row in record.items():
+        assert f"{title}: 2 ranks, gloo" in done.stdout
+        assert row["errors"].keys() == row["bounds"].keys()
+        assert all(row["errors"][name] <= bound for name, bound in row["bounds"].items())
+        assert all(f"\n{name} " in done.stdout for name in row["errors"])
+
+
+def test_an_example_alone_says_how_to_run_it() -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "fsdp.py"], capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert "Run it as ranks: torchrun --nproc-per-node 2" in done.stderr

@@ -1,0 +1,44 @@
+"""Operators of torch whose operands are DTensors, over two ranks with gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import divided_cases as cases
+import pytest
+import spawned
+
+pytestmark = pytest.mark.limit(100)
+
+
+def test_divided_products_are_those_of_one_process() -> None:
+    for found in spawned.run(cases.products):
+        assert len(found) == sum(len(make()[1]) for make in cases.CASES)
+        assert all(error < 0.01 for error in found.values()), found
+
+
+def test_other_placements_are_refused() -> None:
+    given = "a Replicate(), b Shard(0), d Replicate()"
+    ways = (
+        "a Replicate(), b Replicate(), d Replicate(); a Shard(0), b Replicate(), d Shard(0); "
+        "a Shard(1), b Shard(1), d Partial(); a Replicate(), b Shard(0), d Shard(1)"
+    )
+    block = "b[0].shape[0] of a shard must be a multiple of 128, the size of a block of scales, but it is 384 / 2 = 192"
+    for said in spawned.run(cases.refusals):
+        assert said == [
+            f"Operands of bf16_gemm_nt cannot be divided so: {given}. Redistribute them to one of: {ways}.",
+            "b must be a DTensor, as other operands are. Call DTensor.from_local first.",
+            f"{block}. Legal numbers of ranks are 1, 3.",
+            "tf32_hc_prenorm_gemm has no rule for DTensors. Call it with local tensors.",
+        ]
+
+
+def test_neither_import_nor_calls_load_dtensors() -> None:
+    code = (
+        "import sys, torch, deep_gemm; x = torch.ones(16, 16).bfloat16(); deep_gemm.bf16_gemm_nt(x, x, x.clone());"
+        "deep_gemm.register_operators(); deep_gemm.nn.FP8Linear(16, 16)(x);"
+        "print('torch.distributed.tensor' in sys.modules, 'deep_gemm.nn.parallel' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=90)
+    assert done.stdout.split() == ["False", "False"]
