@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.kernels.epilogues import parse
 from deep_gemm.runtime.operation import Operation
 from deep_gemm.spec import SCALE_BLOCK
 
@@ -65,6 +66,8 @@ def _check(operation: Operation, given: Mapping[str, Any]) -> None:
 
     tensors = {part: value for part, value in given.items() if isinstance(value, Tensor)}
     axes = operation.axes(given.get("form"))
+    if parse(given.get("epilogue") or "none").is_gated:  # a part of b would be gate's rows alone, or up's
+        axes = {name: own.replace("n", "N") for name, own in axes.items()}
     if not axes:
         raise InvalidInputError(f"{operation.name} has no rule for DTensors. Call it with local tensors.")
     meshes = set()
