@@ -68,6 +68,19 @@ def epilogue() -> Made:
     return operands, "mn", run
 
 
+def masked_swiglu() -> Made:
+    operands = pair("a", stacked(quantize.rows, half(GROUPS, M, K)), "gMk")
+    operands |= pair("b", stacked(quantize.blocks, half(GROUPS, 2 * N, K)), "gNk")
+    operands |= {"d": (half(GROUPS, M, N), "gMN"), "counts": (torch.full((GROUPS,), M, dtype=torch.int32), "g")}
+    operands |= {"bias": (torch.randn(GROUPS, 2 * N), "gN"), "factors": (torch.rand(GROUPS, M), "gM")}
+
+    def run(x: dict[str, Any]) -> None:
+        epilogue = deep_gemm.Epilogue(x["bias"], "swiglu", row_factor=x["factors"])
+        deep_gemm.m_grouped_fp8_gemm_nt_masked(*fp8(x, "a", "b"), x["d"], x["counts"], M, epilogue=epilogue)
+
+    return operands, "g", run
+
+
 def gated() -> Made:
     """gate's columns and up's, on one rank, become a column of d, which is FP8."""
     operands = pair("a", quantize.rows(half(M, K)), "mk") | pair("b", quantize.blocks(half(N, K)), "nk")
@@ -124,7 +137,20 @@ def by_k() -> Made:
     return operands, "mn", lambda x: deep_gemm.k_grouped_fp8_gemm_nt_padded(*fp8(x, "a", "b"), x["d"], x["sizes"])
 
 
-CASES = [dense_fp8, gradient_fp8, dense_bf16, epilogue, gated, functional, batch, summed, masked, contiguous, by_k]
+CASES = [
+    dense_fp8,
+    gradient_fp8,
+    dense_bf16,
+    epilogue,
+    gated,
+    masked_swiglu,
+    functional,
+    batch,
+    summed,
+    masked,
+    contiguous,
+    by_k,
+]
 
 
 def spread(mesh: DeviceMesh, x: Tensor, own: str, letter: str, result: str) -> Any:
