@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,14 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
-from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.grouped import FP8GroupedLinear, product, weight_gradient
+from deep_gemm.nn.grouped import FP8GroupedLinear
+from deep_gemm.nn.products import product, weight_gradient
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import Mode, Recast, own
+from deep_gemm.nn.weights import Options, own
 from deep_gemm.tensors import kind_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
@@ -39,9 +42,9 @@ class Experts(torch.autograd.Function):
         routing = Routing(rows, tokens, labels, sizes)
         blocks = casts.BLOCKS[wgrad]
         x_rows, x_columns = casts.tokens(routing.spread(x), blocks)
-        hidden = product(x_rows, (cast[0], cast[1]), labels)
+        hidden = product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels=labels)
         h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
-        out = product(h_rows, (cast[4], cast[5]), labels)
+        out = product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels=labels)
         turned = *cast[2:4], *cast[6:8]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
         ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
@@ -59,12 +62,12 @@ class Experts(torch.autograd.Function):
         d_out = (routing.spread(dy) * factor[:, None]).to(dy.dtype)
 
         rows, columns = casts.gradients(d_out)
-        d_hidden = swiglu_backward(hidden, product(rows, (down, sf_down), labels))
-        d_down = weight_gradient(columns, (h, sfh), sizes, ctx.dtypes[1], ctx.mains[1], ctx.wgrad)
+        d_hidden = swiglu_backward(hidden, product(rows, (down, sf_down), torch.bfloat16, labels=labels))
+        d_down = weight_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
 
         rows, columns = casts.gradients(d_hidden)
-        dx = routing.choices(product(rows, (gate_up, sf_gate_up), labels)).sum(1)
-        d_gate_up = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[0], ctx.mains[0], ctx.wgrad)
+        dx = routing.choices(product(rows, (gate_up, sf_gate_up), torch.bfloat16, labels=labels)).sum(1)
+        d_gate_up = weight_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
         return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 15
 
 
@@ -89,29 +92,14 @@ class MoE(nn.Module):
     torch.Size([30, 256])
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        *,
-        mode: Mode = "training",
-        weight_gradient: WeightGradient = "1x128",
-        recast: Recast = "always",
-        fuse_wgrad_accumulation: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, width: int, hidden: int, experts: int, top_k: int, **options: Unpack[Options]) -> None:
         if not 1 <= top_k <= experts:
             raise InvalidInputError(f"top_k must be from 1 to {experts}, the number of experts, but it is {top_k}.")
         super().__init__()
-        options: dict[str, Any] = {"mode": mode, "recast": recast, "device": device, "dtype": dtype}
-        options |= {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "weight_gradient": weight_gradient}
         self.width, self.top_k = width, top_k
         self.exchange: Any = None
         """What sends tokens to the ranks of their experts: see `deep_gemm.nn.parallel.ExpertParallel`."""
-        self.router = nn.Linear(width, experts, bias=False, device=device, dtype=torch.float32)
+        self.router = nn.Linear(width, experts, bias=False, device=options.get("device"), dtype=torch.float32)
         self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
         self.down = FP8GroupedLinear(experts, hidden, width, **options)
 
@@ -156,6 +144,8 @@ class MoE(nn.Module):
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        hidden = product(quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), routing.labels)
-        out = product(quantize.rows(hidden, gated=True), self.down.plain(), routing.labels)
+        hidden = product(
+            quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), torch.bfloat16, labels=routing.labels
+        )
+        out = product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, labels=routing.labels)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)

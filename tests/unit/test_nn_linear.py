@@ -7,11 +7,13 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import linear
 import pytest
 import torch
+from gpu_fakes import FakeGpu
 from nn_cases import (
     BOUNDS,
     IN,
@@ -30,6 +32,7 @@ from nn_cases import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import deep_gemm
 from deep_gemm import InvalidInputError
 from deep_gemm.nn import BF16Linear, FP8Linear, casts
 
@@ -281,3 +284,47 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
+
+
+def functions(call: Callable[[], object]) -> int:
+    """How many functions of the package a call enters."""
+    found, package = [], str(Path(deep_gemm.__file__).parent)
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith((package, "<deep_gemm")):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
+def test_a_step_enters_few_functions(gpu: FakeGpu, name: str, forward: int, backward: int) -> None:
+    """With fresh tensors, so that each call is a replay. It was 84 and 51, and the bias another kernel."""
+    made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
+    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
+    for _ in range(4):
+        made(x).backward(dy)
+    y: list[Tensor] = []
+    before = len(gpu.launched)
+    assert functions(lambda: y.append(made(x))) <= forward
+    assert functions(lambda: y[0].backward(dy)) <= backward
+    kinds = [launch.kernel for launch in gpu.launched[before:]]
+    assert kinds.count("gemm") == 3, "the bias is part of the forward product"
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_a_bias_alone_takes_a_gradient(mode: Any) -> None:
+    """Weights are frozen, as beside adapters, and x takes no gradient."""
+    made = FP8Linear.from_linear(torch.nn.Linear(IN, OUT), mode=mode)
+    made.weight.requires_grad_(False)
+    dy = matrix(48, OUT)
+    made(matrix(48, IN)).backward(dy)
+    assert made.bias is not None
+    assert made.bias.grad is not None
+    torch.testing.assert_close(made.bias.grad, dy.float().sum(0))
