@@ -60,7 +60,7 @@ class FP8GroupedLinear(FP8Weights):
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != self.in_features:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
             raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
-        x = casts.row_major(x)
+        x = casts.as_rows(x, self.in_features)
         if self.takes_gradient():
             return self.recorded(x, x.dtype, None, routing.labels, routing.sizes)
         if torch.is_grad_enabled() and x.requires_grad:

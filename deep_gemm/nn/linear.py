@@ -50,7 +50,7 @@ class Linear(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # A bias of a layer whose input features are divided is added to the sum of all ranks.
         bias = own(self.bias) if self.bias is not None and self.shards[1] == 1 else None
-        y = self.product(casts.row_major(x.reshape(-1, width)), dtype, bias)
+        y = self.product(casts.as_rows(x, width), dtype, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
     def extra_repr(self) -> str:

@@ -114,7 +114,7 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or x.dtype != torch.bfloat16:
             came = f"it is {kind_of(x)}" + (f" {tuple(x.shape)}" if isinstance(x, Tensor) else "")
             raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
-        tokens = casts.row_major(x.reshape(-1, self.width))
+        tokens = casts.as_rows(x, self.width)
         weights, chosen = self.route(tokens)
         if self.exchange is None:
             return self._computed(tokens, weights, chosen).view(x.shape)
