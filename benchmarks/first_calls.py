@@ -28,6 +28,8 @@ OPERATIONS = ("fp8_gemm_nt", "bf16_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous",
 ROWS = (64, 8, 200, 1000, 4096, 16384)
 """M of the first call and of further ones."""
 N, K, GROUPS = 7168, 2048, 8
+PARTS = {"select": "choice", "build_and_load": "kernel found and loaded"}
+"""Of a first call, as debug_info() has them. The rest is checks, tensor maps, the launch and the kernel itself."""
 LIMITS = {"first": 10.0, "further": 5.0}
 """Milliseconds."""
 
@@ -87,7 +89,12 @@ def child(operation: str) -> None:
         times.append([took, deep_gemm.cache_info()["statistics"]["hits"]["pack"] - before])
     statistics_ = deep_gemm.cache_info()["statistics"]
     strange = sorted(name for name in ("jinja2", "deep_gemm.jit.source") if name in sys.modules)
-    print(json.dumps({"import": imported, "calls": times, "compiled": statistics_["compilations"], "strange": strange}))
+    found = {
+        "compiled": statistics_["compilations"],
+        "strange": strange,
+        "parts": deep_gemm.debug_info()["plans"][0]["seconds"],
+    }
+    print(json.dumps({"import": imported, "calls": times, **found}))
 
 
 def main() -> int:
@@ -124,9 +131,12 @@ def main() -> int:
         new = [took for took, count in zip(median[1:], found[1:], strict=True) if count]
         imported = statistics.median(run["import"] for run in runs) * 1e3
         strange = sorted({name for run in runs for name in run["strange"]})
+        parts = [
+            f"{told} {statistics.median(run['parts'][what] for run in runs) * 1e3:.2f}" for what, told in PARTS.items()
+        ]
         print(
-            f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms; further kernels "
-            f"{', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"
+            f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms ({', '.join(parts)}); further "
+            f"kernels {', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"
             + (f"; imported {', '.join(strange)}" if strange else ""),
             flush=True,
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .layout import get_mk_alignment_for_contiguous_layout
 from .ops import k_grouped, m_grouped
+from .ops.epilogue import Epilogue
 
 __all__ = [
     "bf16_m_grouped_gemm_nt_masked",
@@ -41,7 +42,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[rows of g] = (a[rows of g] * scales) @ (b[g] * scales)^T`` for each group g.
 
@@ -70,11 +71,10 @@ def m_grouped_fp8_gemm_nt_contiguous(
         disable_ue8m0_cast: no effect on Hopper, where scales stay float32 whatever their values.
         use_psum_layout: whether grouped_layout has the psum form.
         ensure_zero_padding: no effect on Hopper.
-        expected_m_for_psum_layout: None, or in the psum form an estimate of the rows of a group. No effect in this
-            version.
-        epilogue: must be None.
+        expected_m_for_psum_layout: None, or an estimate of the rows of a group in the psum form. No effect.
+        epilogue: None, or what is done with sums before they are rounded: see `Epilogue`.
 
-    Rows with the label -1 are written, with zeros or with a product of their own; do not use them. In the psum form,
+    Rows with the label -1 are written, with zeros or with a result of their own; do not use them. In the psum form,
     rows between the end of a group and the next start may be written, and rows past the last group's aligned end are
     not. Rows of padding in a and its scales may hold anything, NaN too: they reach no other row.
 
@@ -99,8 +99,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
     if expected_m_for_psum_layout is not None:
         m_grouped.check_psum_estimate(expected_m_for_psum_layout, use_psum_layout)
     alignment = get_mk_alignment_for_contiguous_layout()
-    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout, epilogue
-    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nt")
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
+    m_grouped.fp8(a, b, d, grouped_layout, *options, epilogue, alignment, "nt")
 
 
 def m_grouped_fp8_gemm_nn_contiguous(
@@ -115,7 +115,7 @@ def m_grouped_fp8_gemm_nn_contiguous(
     disable_ue8m0_cast: bool = False,
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`m_grouped_fp8_gemm_nt_contiguous` with b given as (G, K, N), and its scales transposed likewise.
 
@@ -130,8 +130,8 @@ def m_grouped_fp8_gemm_nn_contiguous(
     >>> deep_gemm.m_grouped_fp8_gemm_nn_contiguous(a, [part.mT for part in b], torch.empty(256, 64).bfloat16(), labels)
     """
     alignment = get_mk_alignment_for_contiguous_layout()
-    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout, epilogue
-    m_grouped.fp8(a, b, d, grouped_layout, *options, alignment, "nn")
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, use_psum_layout
+    m_grouped.fp8(a, b, d, grouped_layout, *options, epilogue, alignment, "nn")
 
 
 def m_grouped_fp8_gemm_nt_masked(
@@ -145,7 +145,7 @@ def m_grouped_fp8_gemm_nt_masked(
     recipe_b: tuple[int, int] | None = None,
     compiled_dims: str | None = None,
     disable_ue8m0_cast: bool = False,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
     *,
     enable_overlap: bool = False,
     max_block_n: int | None = None,
@@ -168,8 +168,7 @@ def m_grouped_fp8_gemm_nt_masked(
             only DG_CHECK=1 checks them.
         expected_m: an estimate of the rows of a group, positive. It guides the choice of a kernel and nothing else: a
             wrong estimate is slow, and the result right.
-        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast: see `m_grouped_fp8_gemm_nt_contiguous`.
-        epilogue: must be None.
+        recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue: see `m_grouped_fp8_gemm_nt_contiguous`.
         enable_overlap, max_block_n, signal: must be left out in this version.
 
     Rows of d past masked_m are not written. Those of a and its scales may hold anything, NaN too.
@@ -191,8 +190,8 @@ def m_grouped_fp8_gemm_nt_masked(
     if enable_overlap or max_block_n is not None or signal is not None:
         m_grouped.refuse_overlap()
     expected_m = m_grouped.check_expected_m("expected_m", expected_m)
-    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, epilogue
-    m_grouped.fp8_masked(a, b, d, masked_m, expected_m, *options)
+    options = recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast
+    m_grouped.fp8_masked(a, b, d, masked_m, expected_m, *options, epilogue)
 
 
 def m_grouped_bf16_gemm_nt_contiguous(
@@ -204,7 +203,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
     expected_m_for_psum_layout: int | None = None,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[rows of g] = a[rows of g] @ b[g]^T`` of bfloat16, for each group g.
 
@@ -235,7 +234,7 @@ def m_grouped_bf16_gemm_nn_contiguous(
     compiled_dims: str | None = None,
     use_psum_layout: bool = False,
     ensure_zero_padding: bool = True,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """`m_grouped_bf16_gemm_nt_contiguous` with b given as (G, K, N). If N is contiguous, as in a tensor that is not a
     view, K is a multiple of 64 (otherwise `UnsupportedError`).
@@ -255,7 +254,7 @@ def m_grouped_bf16_gemm_nt_masked(
     masked_m: Tensor,
     expected_m: int,
     compiled_dims: str | None = None,
-    epilogue: Any = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """``d[g, :m] = a[g, :m] @ b[g]^T`` of bfloat16, with ``m = masked_m[g]``, for each group g.
 

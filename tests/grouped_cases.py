@@ -156,10 +156,10 @@ def strides(rows: Any, stride: int) -> tuple[int, ...]:
     return (stride, 1) if len(rows) == 1 else (rows[1] * stride, stride, 1)
 
 
-def call(kind: str, form: str, a: Any, b: Any, d: torch.Tensor, layout: torch.Tensor, **options: Any) -> None:
+def call(kind: str, form: str, a: Any, b: Any, d: Any, layout: torch.Tensor, **options: Any) -> None:
     """The public function of a form. ``expected_m`` is max_m unless it is given."""
     if form == "masked":
-        expected_m = options.pop("expected_m", d.shape[1])
+        expected_m = options.pop("expected_m", a[0].shape[-2] if kind == "fp8" else a.shape[1])
         getattr(deep_gemm, f"m_grouped_{kind}_gemm_nt_masked")(a, b, d, layout, expected_m, **options)
     else:
         function = getattr(deep_gemm, f"m_grouped_{kind}_gemm_nt_contiguous")

@@ -67,13 +67,20 @@ def along_m(params: KernelParams, builder: Builder) -> None:
         layout[0:128:32] = -1
     rows = (a[0] if kind == "fp8" else a).shape[:-1]
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
-    operation = MGrouped(f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}")
+    wanted, name = case.exact(), f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}"
+    operation, more = MGrouped(name), {}
+    if params.epilogue != "none":
+        assert params.epilogue == "bias:f32"
+        bias = torch.randint(-9, 10, (len(ROUTING.counts), N), device=DEVICE).float()
+        for group, part in enumerate(ROUTING.slices()):
+            wanted[part] += bias[group]
+        operation, more = MGrouped(name, fused=("bias",)), {"bias": bias, "epilogue": params.epilogue}
     size = {"expected_m": 64} if form == "masked" else {"alignment": ROUTING.alignment}
     size |= {"use_psum_layout": True} if form == "psum" else {}
-    given = {"a": a, "b": b, "d": d.tensor, operation.layout: layout, **size}
+    given = {"a": a, "b": b, "d": d.tensor, operation.layout: layout, **size, **more}
     launch(operation, given, params.config, builder)
     d.check("d")
-    assert torch.equal(case.gathered(d.tensor), case.gathered(case.exact()).to(BF16))
+    assert torch.equal(case.gathered(d.tensor), case.gathered(wanted).to(BF16))
     bits = d.tensor.view(torch.int16)
     if form == "masked":
         for group, count in enumerate(ROUTING.counts):

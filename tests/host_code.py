@@ -35,7 +35,7 @@ _INSTRUCTIONS = {
         ),
         ('asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x))', "inverse = flushed(1.0f / x)"),
     ),
-    "paired_activation.cuh": (
+    "sum_activations.cuh": (
         (
             'asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y))',
             "larger = std::isnan(x) ? x : std::fmax(x, y)",

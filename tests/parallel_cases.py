@@ -193,6 +193,49 @@ def expert_parallel(mesh: DeviceMesh, chosen: str, experts: int = 4) -> Errors:
     return errors(found, {name: x[own] if name[0] in "xy" else x for name, x in alone.items()})
 
 
+def checkpoint(mesh: DeviceMesh, path: str) -> tuple[set[str], dict[str, bool], bool]:
+    """Types of tensors in a checkpoint of shards that are gathered in FP8, whether loading it brings them back, and
+    whether the layer still computes in FP8."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard
+
+    from deep_gemm.nn.parallel import gather_in_fp8
+
+    model = mlp("fp8", mesh.device_type)
+    gather_in_fp8(model, mesh.size())
+    model = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh)
+    before = {name: whole(x.detach()).clone() for name, x in model.state_dict().items()}
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state)
+    after = {name: whole(x.detach()) for name, x in model.state_dict().items()}
+    seen: dict[str, str] = {}
+    model.up.register_forward_pre_hook(lambda layer, _: seen.update(gathered=type(layer.weight).__name__))
+    step(model, *tokens(mesh.device_type))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.full_tensor().isfinite()
+    equal = {name: torch.equal(before[name], after[name]) for name in before}
+    return {type(x).__name__ for x in after.values()}, equal, seen["gathered"] == "Gathered"
+
+
+def compiled(mesh: DeviceMesh) -> Errors:
+    """A compiled tensor-parallel model beside the same one that is not."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from deep_gemm.nn.parallel import ColwiseParallel, RowwiseParallel
+
+    model, (x, dy) = mlp("fp8", mesh.device_type), tokens(mesh.device_type, 48)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    wanted = step(model, x, dy)
+    found = step(torch.compile(model, backend="aot_eager", fullgraph=True), x, dy)
+    return errors({name.replace("_orig_mod.", ""): each for name, each in found.items()}, wanted)
+
+
 def both_ways(mesh: DeviceMesh) -> Errors:
     """Tensor parallelism inside of FSDP2, over four ranks: a result and gradients beside those of one process."""
     from torch.distributed.device_mesh import init_device_mesh

@@ -16,7 +16,7 @@ from deep_gemm.aot import attention, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import BATCHED, FP8, FP8_OPS, GROUPED, Layer, LayerPlan
+from deep_gemm.aot.layers import BATCHED, DENSE_OPS, FP8, FP8_OPS, GROUPED, OPS, Layer, LayerPlan
 from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -24,8 +24,11 @@ from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.jit.cache.packable import Kernel
+from deep_gemm.kernels import epilogues
+from deep_gemm.kernels.rows import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
+from deep_gemm.ops.epilogue import Epilogues, epilogue_texts
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.select import tuner
@@ -35,9 +38,18 @@ from deep_gemm.spec import GemmSpec, align
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
-    alignment = get_mk_alignment_for_contiguous_layout()
+    alignment, parts = get_mk_alignment_for_contiguous_layout(), epilogues.parse(shape.epilogue)
+    gated: dict[str, Any] = {}
+    if parts.is_gated:  # d has half of the columns, of one byte or two
+        gated = {"aligned": shape.n // 2 * (1 if parts.cast else 2) % 16 == 0}
+        gated |= {"output": "e4m3"} if parts.cast else {}
     return ops.spec(
-        *sizes, sms, shape.op, whole_gpu, groups=shape.groups, alignment=alignment, expected_m=shape.expected
+        *(*sizes, sms, shape.op, whole_gpu),
+        groups=shape.groups,
+        alignment=alignment,
+        expected_m=shape.expected,
+        epilogue=shape.epilogue,
+        **gated,
     )
 
 
@@ -88,9 +100,11 @@ def choose(
     num_sms: int | None = None,
     on: Iterable[Card] | None = None,
     layers: Iterable[Layer] = (),
+    fused: bool = False,
 ) -> Work:
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
-    SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers."""
+    SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers. `fused`:
+    also those of `deep_gemm.fused` for the inputs of dense layers."""
     spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
@@ -106,6 +120,9 @@ def choose(
     cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
     wanted |= {params: [] for params in cases if params.arch == arch}
     wanted |= {params: [] for params in attention.kernels_of(layers, spec)}
+    for dtype in ("bf16", "f16") if fused else ():
+        widths = {x.k for x in layers if x.op in DENSE_OPS and (x.op == OPS["float16"]) == (dtype == "f16")}
+        wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), dtype) if params.arch == arch}
     return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
@@ -124,6 +141,8 @@ def precompile(
     progress: Progress | bool | None = None,
     allow_partial: bool = False,
     training: bool = False,
+    epilogue: Epilogues = None,
+    fused: bool = False,
 ) -> Summary:
     """Build every kernel that `what` can need into the cache: calls of these products compile nothing afterwards.
 
@@ -156,6 +175,11 @@ def precompile(
             is an UnsupportedError and nothing is built, since a call would then compile while serving.
         training: also what training of the layers in FP8 needs: the gradients of input and weight, and the casts of
             `deep_gemm.quantize`. A warning says which layers are left out; if all are, that is a part not understood.
+        epilogue: also the layers with this epilogue, or with each of several: an `Epilogue`, or its parts as text, such
+            as "bias:bf16+silu", "alpha+rows+residual" or "swiglu+fp8" (see `deep_gemm.Epilogue.text`). Dense layers
+            take all, experts those without residual and expression.
+        fused: also all of `deep_gemm.fused`, in the dtype of the layers and with FP8 results, for rows as wide as the
+            K of each dense layer: norms before a layer are that wide, and activations too.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.
@@ -164,7 +188,7 @@ def precompile(
     >>> len(summary.outcomes) > 0
     True
     """
-    work = work_of(what, tp, ep, max_m, op, arch, num_sms, allow_partial, training)
+    work = work_of(what, tp, ep, max_m, op, arch, num_sms, allow_partial, training, epilogue, fused)
     summary = run(work, shard=shard, executor=executor, jobs=jobs, progress=progress)
     if summary.failed:
         log.warning(summary.failures)
@@ -215,20 +239,23 @@ def work_of(
     num_sms: int | None = None,
     allow_partial: bool = False,
     training: bool = False,
+    epilogue: Epilogues = None,
+    fused: bool = False,
 ) -> Work:
     """The kernels of a workload; arguments and errors are those of `precompile`."""
-    for name, flag in (("allow_partial", allow_partial), ("training", training)):
+    for name, flag in (("allow_partial", allow_partial), ("training", training), ("fused", fused)):
         if not isinstance(flag, bool):
             raise InvalidInputError(f"{name} must be True or False, but it is {flag!r}.")
     num_sms = None if num_sms is None else whole(num_sms, "num_sms")
+    texts = epilogue_texts(epilogue)
     found = plan(what, tp, ep, op, training)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
     if training and (left_out := workload.untrained(found.layers)):
         log.warning(f"training: {' '.join(left_out)}")
-    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training)
-    return choose(shapes, arch, num_sms, layers=found.layers)
+    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training, texts)
+    return choose(shapes, arch, num_sms, layers=found.layers, fused=fused)
 
 
 def pack(summary: Summary, path: Path) -> list[Kernel]:

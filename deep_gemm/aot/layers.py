@@ -23,6 +23,9 @@ FP8_OPS = (FP8, WGRAD, ROWWISE)
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
+DENSE_OPS = (FP8, ROWWISE, *dict.fromkeys(OPS.values()))
+"""The operations of one product that take an epilogue."""
+
 FORMS = ("contiguous", "contiguous_psum", "masked")
 """How rows are given to groups: by a label for each row, by the end of each group, by room for each group."""
 GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8, OPS["bfloat16"])}

@@ -56,6 +56,14 @@ FAILED, PARTIAL = 1, 3
 )
 @op_option
 @click.option("--training", is_flag=True, help="Also the gradients and casts that training dense layers in FP8 needs.")
+@click.option(
+    "--epilogue",
+    "finished",
+    multiple=True,
+    metavar="PARTS",
+    help="Also layers with this epilogue, such as bias:bf16+silu or swiglu+fp8; repeatable.",
+)
+@click.option("--fused", is_flag=True, help="Also all of deep_gemm.fused, for rows as wide as the K of dense layers.")
 @arch_option
 @sms_option
 @click.option(
@@ -86,6 +94,8 @@ def command(
     max_m: int,
     op: str,
     training: bool,
+    finished: tuple[str, ...],
+    fused: bool,
     arch: str,
     num_sms: int | None,
     models: tuple[str, ...],
@@ -115,6 +125,7 @@ def command(
     """
     from deep_gemm import kernels
     from deep_gemm.aot import build, cards, shard
+    from deep_gemm.ops.epilogue import epilogue_texts
 
     if not texts and path is None:
         raise click.UsageError("nothing to compile: give --shape or --model")
@@ -128,7 +139,8 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op, training)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        work = build.choose(workload.shapes(every, ms or (), training), arch, num_sms, on, found.layers)
+        shapes = workload.shapes(every, ms or (), training, epilogue_texts(finished))
+        work = build.choose(shapes, arch, num_sms, on, found.layers, fused)
     report: dict[str, Any] = {
         "arch": arch,
         "cards": [card.name for card in on],

@@ -13,10 +13,11 @@ from deep_gemm.runtime.calls import entry
 from ..errors import InvalidInputError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
+from ..kernels.names import is_name
 from ..params import KernelParams
 from .launch import LaunchConfig
 from .operation import CustomOperation, Source
-from .parameters import declare, is_name
+from .parameters import declare
 
 P = ParamSpec("P")
 

@@ -14,6 +14,7 @@ import torch
 from ..errors import InvalidInputError
 from ..jit.driver.launch import Map
 from ..kernels.base import Argument
+from ..kernels.names import is_name
 
 ELEMENTS = {
     "f64": torch.float64,
@@ -35,24 +36,9 @@ FLOAT = "f32"
 MAP_ELEMENTS = {"f32": "f32", "f16": "f16", "bf16": "bf16", "e4m3": "u8", "i8": "u8", "u8": "u8"}
 """Element types of tensor maps, by their names in ``custom.cuh``."""
 
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_KEYWORDS = """
-alignas alignof asm auto bool break case catch char class const constexpr continue decltype default delete do double
-else enum explicit export extern false float for friend goto if inline int long mutable namespace new noexcept nullptr
-operator private protected public register return short signed sizeof static struct switch template this throw true try
-typedef typename union unsigned using virtual void volatile while blockDim blockIdx gridDim threadIdx u16 u32 u64
-TensorMap
-"""
-_TAKEN = frozenset(_KEYWORDS.split()).union(ELEMENTS)
-"""Keywords of C++ and CUDA, and our types."""
 _DECLARATION = re.compile(
     r"(?P<const>const )?(?:(?P<element>\w+)\*|TensorMap<(?P<mapped>\w+)>)(?: (?P<operand>\w+))?|(?P<number>\w+)"
 )
-
-
-def is_name(name: str) -> bool:
-    """Whether a kernel or a parameter may be called ``name``."""
-    return _IDENTIFIER.fullmatch(name) is not None and name not in _TAKEN
 
 
 @dataclass(frozen=True)

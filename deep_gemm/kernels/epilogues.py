@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ..records import record
 from .base import Argument, Strides, Value, parameters
+from .expressions import MARK, Expression
 
 SWIGLU = "swiglu"
 """The activation of a product whose columns are a gate's and up's."""
@@ -21,8 +22,8 @@ class Parts:
     """``D = activation(alpha * row_factor * product (+ C) + bias) + residual``: which of these there are.
 
     ``bias`` is its dtype. ``clamp`` is SwiGLU's limit, and ``cast`` says whether D is FP8 with "1x128" scales, or with
-    such that are powers of two, "ue8m0". Specs and params hold the text of this, such as "alpha+bias:f32+gelu"; "none"
-    if there is no epilogue.
+    such that are powers of two, "ue8m0". In place of an ``activation`` there may be an ``expression``. Specs and params
+    hold the text of this, such as "alpha+bias:f32+gelu"; "none" if there is no epilogue.
     """
 
     alpha: bool = False
@@ -32,12 +33,16 @@ class Parts:
     residual: bool = False
     clamp: float | None = None
     cast: str = ""
+    expression: Expression | None = None
 
     def __str__(self) -> str:
         bias = f"bias:{self.bias}" if self.bias else ""
         found = ("alpha" * self.alpha, "rows" * self.row_factor, bias, self.activation, "residual" * self.residual)
         clamp = "" if self.clamp is None else f"clamp:{self.clamp!r}"
-        return "+".join(filter(None, (*found, clamp, _CASTS[self.cast]))) or "none"
+        text = "+".join(filter(None, (*found, clamp, _CASTS[self.cast])))
+        if self.expression is not None:  # the last part, since it may have any letters
+            text += f"{'+' * bool(text)}{self.expression}"
+        return text or "none"
 
     @property
     def is_gated(self) -> bool:
@@ -45,23 +50,35 @@ class Parts:
         return self.activation == SWIGLU
 
     @property
+    def label(self) -> str:
+        """The text for names of kernels, where an expression is its name."""
+        own = self.expression
+        return str(self) if own is None else str(self).removesuffix(str(own)) + own.name
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """The operands of a call that only kernels with this epilogue have."""
         given = {"row_factor": self.row_factor, "bias": self.bias, "residual": self.residual, "sfd": self.cast}
-        return tuple(name for name, there in given.items() if there)
+        vectors = () if self.expression is None else tuple(self.expression.labels)
+        return (*(name for name, there in given.items() if there), *vectors)
 
     @property
     def device_name(self) -> str:
         """The template arguments of ``EpilogueOf`` after D's elements; "" without an epilogue."""
         if self == Parts():
             return ""
-        activation = self.activation.title().replace("_", "") or "Identity"
+        activation = self.activation.title().replace("_", "") or ("Custom" if self.expression else "Identity")
         if self.is_gated:
             limit = float("inf") if self.clamp is None else self.clamp
             activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}>"
         flags = [str(flag).lower() for flag in (self.alpha, self.row_factor, self.residual)]
         powers = ", true" if self.cast == "ue8m0" else ""
         return f"{activation}, {flags[0]}, {flags[1]}, {_ELEMENTS[self.bias]}, {flags[2]}{powers}"
+
+    @property
+    def device_code(self) -> str:
+        """The device code of an expression; "" without one."""
+        return "" if self.expression is None else self.expression.device_code
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
@@ -71,7 +88,8 @@ class Parts:
         found += "const u8* bias, i64 bias_stride_g, " if self.bias else ""
         found += "const u8* residual, i64 residual_stride, " if self.residual else ""
         found += "float* sfd, i64 sfd_stride_m, i64 sfd_stride_n, i64 sfd_stride_g, " if self.cast else ""
-        return parameters(found.removesuffix(", ")) if found else ()
+        vectors = () if self.expression is None else self.expression.arguments
+        return (parameters(found.removesuffix(", ")) if found else ()) + vectors
 
     def values(self, strides: Strides) -> Mapping[str, Value]:
         """The parameters' values, without pointers. The "stride" of alpha is its value. That of a group's FP8 scales is
@@ -92,10 +110,12 @@ class Parts:
 @functools.cache
 def parse(text: str) -> Parts:
     """The parts of an epilogue from their text."""
-    words = [] if text == "none" else text.split("+")
+    text, _, own = text.partition(MARK)
+    words = [] if text == "none" else list(filter(None, text.split("+")))
     bias = next((word.partition(":")[2] for word in words if word.startswith("bias:")), "")
     clamp = next((float(word.partition(":")[2]) for word in words if word.startswith("clamp:")), None)
     cast = next(cast for cast, word in reversed(_CASTS.items()) if word in words or not cast)
     known = ("alpha", "rows", "residual", f"bias:{bias}", f"clamp:{clamp!r}", _CASTS[cast])
     activation = next((word for word in words if word not in known), "")
-    return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words, clamp, cast)
+    expression = Expression.parse(own) if own else None
+    return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words, clamp, cast, expression)

@@ -123,6 +123,8 @@ class GemmFamily(Kernel):
             return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
         if not self.has_residuals and parts.residual:
             return "it adds no residual"
+        if spec.grouping != "none" and epilogues.parse(spec.epilogue).expression:
+            return "with groups it takes no expression of a user"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
@@ -255,6 +257,7 @@ class GemmFamily(Kernel):
         return source.constants(params, self.rules) | {
             "shared_bytes": shared,
             "epilogue": epilogues.parse(params.epilogue).device_name,
+            "expression": epilogues.parse(params.epilogue).device_code,
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }

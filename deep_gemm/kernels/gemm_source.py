@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from ..params import KernelParams
-from . import groups
+from . import epilogues, groups
 from .base import Argument, parameters
 from .template import Template, turns
 from .tiles import segments
@@ -97,7 +97,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         "b1" if c.buffers == 1 else "",
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
-        re.sub(r"\W", "_", p.epilogue) if p.epilogue != "none" else "",
+        re.sub(r"\W", "_", epilogues.parse(p.epilogue).label) if p.epilogue != "none" else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
@@ -211,18 +211,22 @@ class Rows(Kernel):
         return list(dict.fromkeys(self.params(spec, self.config_of(spec), SM90) for spec in found))
 
     def default_cases(self) -> list[KernelParams]:
-        """Each function of bf16 with each of its forms and operands, to bf16 and to e4m3, in each config; of rows that
-        are aligned."""
+        """Those of rows of every width that are aligned."""
+        return self.cases_of([config.tile_columns for config in self.configs(SM90)])
+
+    def cases_of(self, widths: Iterable[int], dtype: Dtype = "bf16") -> list[KernelParams]:
+        """Each function with each of its forms and operands, to the same dtype and to e4m3, of rows with so many
+        columns, many and few."""
         found = []
-        for (name, function), output in product(FUNCTIONS.items(), ("bf16", "e4m3")):
+        outputs: tuple[Dtype, ...] = (dtype, "e4m3")
+        for (name, function), output, columns in product(FUNCTIONS.items(), outputs, tuple(widths)):
             given = [
                 tuple(each for each, is_here in zip(function.optional, chosen, strict=True) if is_here)
                 for chosen in product((False, True), repeat=len(function.optional))
             ]
-            for form, operands, config in product(function.forms, given, self.configs(SM90)):
-                for rows in (1, 1 << 16):
-                    spec = RowsSpec(name, rows, config.tile_columns, "bf16", output, form, operands)  # type: ignore[arg-type]
-                    found.append(self.params(spec, self.config_of(spec), SM90))
+            for form, operands, rows in product(function.forms, given, (1, 1 << 16)):
+                spec = RowsSpec(name, rows, columns, dtype, output, form, operands, columns % 8 == 0)
+                found.append(self.params(spec, self.config_of(spec), SM90))
         return list(dict.fromkeys(found))
 
 

@@ -45,6 +45,10 @@ class Sharded(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Sharded({self.part!r})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A checkpoint has a plain tensor."""
+        return self.part.__reduce_ex__(protocol)
+
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:

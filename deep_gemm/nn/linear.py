@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
-from deep_gemm.nn.weights import FP8Weights, Options, find_main_grad, own
+from deep_gemm.nn.weights import Divisible, FP8Weights, Options, find_main_grad
 from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Linear(nn.Module):
+class Linear(Divisible):
     """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
 
     in_features: int
@@ -49,7 +49,7 @@ class Linear(nn.Module):
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # A bias of a layer whose input features are divided is added to the sum of all ranks.
-        bias = own(self.bias) if self.bias is not None and self.shards[1] == 1 else None
+        bias = self.own(self.bias) if self.bias is not None and self.shards[1] == 1 else None
         y = self.product(casts.as_rows(x, width), dtype, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
@@ -189,5 +189,5 @@ class BF16Linear(Linear):
                 "torch.autocast."
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
-        main = find_main_grad(self.weight) if fused else None
-        return products.HalfProduct.apply(x.to(dtype), own(self.weight).to(dtype), bias, main)
+        main = self.own(find_main_grad(self.weight)) if fused else None
+        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), bias, main)

@@ -14,7 +14,7 @@ from deep_gemm.nn import casts
 from deep_gemm.nn.grouped import FP8GroupedLinear
 from deep_gemm.nn.products import product, weight_gradient
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import Options, own
+from deep_gemm.nn.weights import Options
 from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class MoE(nn.Module):
         return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        routing = Routing.from_choices(chosen, own(self.gate_up.weight).shape[0])
+        routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
         if self.gate_up.takes_gradient() and self.down.takes_gradient():
             return self._recorded(x, weights, routing)
         return self._plain(x, weights, routing)
@@ -135,7 +135,8 @@ class MoE(nn.Module):
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
         how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
         cast = [tensor for layer in (self.gate_up, self.down) for pair in layer.both() for tensor in pair]
-        y: Tensor = Experts.apply(x, weights, own(self.gate_up.weight), own(self.down.weight), *places, *how, *cast)
+        own = [layer.own(layer.weight) for layer in (self.gate_up, self.down)]
+        y: Tensor = Experts.apply(x, weights, *own, *places, *how, *cast)
         return y
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:

@@ -20,6 +20,7 @@ from deep_gemm.nn.gathered import Sharded
 from deep_gemm.nn.linear import FP8Linear, Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.stored import E4M3
+from deep_gemm.nn.weights import Divisible
 from deep_gemm.runtime.sharding import why_not_divided
 from deep_gemm.spec import SCALE_BLOCK
 from deep_gemm.tensors import kind_of, shown
@@ -167,7 +168,7 @@ def _divide(layer: Linear, mesh: DeviceMesh, dim: int, source: int | None) -> No
     layer.shards = (ranks, 1) if dim == 0 else (1, ranks)
 
 
-def _shard(layer: nn.Module, name: str, mesh: DeviceMesh, place: Placement, source: int | None) -> None:
+def _shard(layer: Divisible, name: str, mesh: DeviceMesh, place: Placement, source: int | None) -> None:
     parameter = getattr(layer, name)
     if type(parameter) is not nn.Parameter:
         raise InvalidInputError(f"{name} of the layer is a {type(parameter).__name__} already: divide it once.")
@@ -178,6 +179,7 @@ def _shard(layer: nn.Module, name: str, mesh: DeviceMesh, place: Placement, sour
     if is_fp8:
         local = sharded.to_local().view(E4M3)
         sharded = DTensor.from_local(local, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
+    layer.is_divided = True
     layer.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 

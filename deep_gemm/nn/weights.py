@@ -39,10 +39,14 @@ def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
     return ""
 
 
-def own(parameter: Any) -> Any:
-    """What this rank has of a parameter: the shard of a DTensor, through which gradients pass, or the parameter."""
-    whole = type(parameter) is nn.Parameter or not hasattr(parameter, "to_local")
-    return parameter if whole else parameter.to_local()
+class Divisible(nn.Module):
+    """A module whose parameters may be divided among ranks, as DTensors: see `deep_gemm.nn.parallel`."""
+
+    is_divided = False
+
+    def own(self, parameter: Any) -> Any:
+        """What this rank has of a parameter. Gradients pass through it."""
+        return parameter.to_local() if self.is_divided else parameter
 
 
 class Options(TypedDict, total=False):
@@ -56,7 +60,7 @@ class Options(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
-class FP8Weights(nn.Module):
+class FP8Weights(Divisible):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
     weight: nn.Parameter
@@ -113,17 +117,17 @@ class FP8Weights(nn.Module):
     def plain(self) -> Quantized:
         """The weight in FP8."""
         if self.mode == "inference":
-            return own(self.weight), own(self.weight_scale_inv)
-        return self._kept()[0] if self._keeps() else stored.cast(own(self.weight))
+            return self.own(self.weight), self.own(self.weight_scale_inv)
+        return self._kept()[0] if self._keeps() else stored.cast(self.own(self.weight))
 
     def both(self) -> tuple[Quantized, Quantized]:
         """The weight in FP8, and its transpose."""
-        return self._kept() if self._keeps() else casts.weights(own(self.weight).detach())
+        return self._kept() if self._keeps() else casts.weights(self.own(self.weight).detach())
 
     def recorded(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *places: Tensor) -> Tensor:
         """The product of x and the weight, of which autograd records the gradients. ``places`` are the labels of rows
         and the sizes of groups."""
-        weight = own(self.weight)
+        weight = self.own(self.weight)
         # Backward casts the transpose of a resharded weight.
         pairs = (stored.cast(weight), (None, None)) if self.is_resharded else self.both()
         casts = (*pairs[0], *pairs[1], *(places or (None, None)))
@@ -136,7 +140,7 @@ class FP8Weights(nn.Module):
         return not (torch.compiler.is_compiling() or self.weight.is_inference())
 
     def _kept(self) -> tuple[Quantized, Quantized]:
-        weight = own(self.weight).detach()
+        weight = self.own(self.weight).detach()
         key = self.weight._version, weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0] != key:
             self._cast = key, casts.weights(weight)
@@ -144,7 +148,7 @@ class FP8Weights(nn.Module):
 
     def main_grad(self) -> Tensor | None:
         """The tensor to which weight gradients are added; None if they become ``weight.grad``."""
-        return find_main_grad(self.weight) if self.fuse_wgrad_accumulation else None
+        return self.own(find_main_grad(self.weight)) if self.fuse_wgrad_accumulation else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Weights:
         """`to`, `cuda`, `bfloat16` and the like: E4M3 values and their scales move, and keep their dtypes."""
@@ -184,4 +188,4 @@ def find_main_grad(weight: Any) -> Tensor:
             + (f"it is {found.dtype} {tuple(found.shape)}." if isinstance(found, Tensor) else "there is none.")
             + " Set layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)."
         )
-    return own(found)
+    return found

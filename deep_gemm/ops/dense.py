@@ -18,7 +18,7 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .finished import Finished, with_bias
+from .finished import FUSED, Finished, with_bias
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .quantize import check_written
@@ -52,7 +52,8 @@ class Dense(Gemm):
         given = self.given(arguments, named_arguments)
         named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
         asked, dims = self.check_options(given)
-        ranks = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2), "row_factor": (1,), "bias": (1,)}
+        ranks: dict[str, tuple[int, ...]] = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2)}
+        ranks |= {name: (1,) for name in FUSED if name not in ("residual", "sfd")}
         device = checks.check_tensors(self.called(form), named, ranks, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import Parts
+from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.ops.reference import ACTIVATIONS, SWIGLU
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
+from .custom_activation import CustomActivation, Reference, Vectors, custom_activation
 from .table import DTYPES
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +45,8 @@ class Epilogue:
     Args:
         bias: (N,) float32, bfloat16 or float16, contiguous. With groups along M, (G, N): a row for each group.
         activation: "silu", "gelu" (by tanh, as ``approximate="tanh"`` in torch), "gelu_erf" (torch's default),
-            "relu", "relu2", the square of relu, or "swiglu", which combines with neither c nor residual.
+            "relu", "relu2", the square of relu, or "swiglu", which combines with neither c nor residual. For one of
+            your own see `custom`.
         alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
             others, which is read when the kernel runs.
         residual: what is added after the activation, of d's dtype, shape and number of dimensions, row-major. It may be
@@ -65,26 +68,28 @@ class Epilogue:
     """
 
     bias: Tensor | None = None
-    activation: str | None = None
+    activation: str | CustomActivation | None = None
     alpha: float | Tensor | None = None
     residual: Tensor | None = None
     row_factor: Tensor | None = None
     clamp: float | None = None
     use_ue8m0: bool = False
     text: str = field(init=False, repr=False)
-    fp8_text: str = field(init=False, repr=False)
+    parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = (*ACTIVATIONS, SWIGLU)
 
     def __post_init__(self) -> None:
-        if self.activation is not None and self.activation not in self.ACTIVATIONS:
+        own = self.activation if isinstance(self.activation, CustomActivation) else None
+        if own is None and self.activation is not None and self.activation not in self.ACTIVATIONS:
             known = ", ".join(map(repr, self.ACTIVATIONS))
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
-        self._check_gate()
+        if self.activation == SWIGLU or self.clamp is not None or self.use_ue8m0 is not False:
+            self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
             if rows is not None:
@@ -112,13 +117,19 @@ class Epilogue:
                 raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         bias = "" if self.bias is None else DTYPES[self.bias.dtype]
+        activation = self.activation if isinstance(self.activation, str) else ""
         clamp = None if self.clamp is None else float(self.clamp)
-        parts = Parts(has_number, rows is not None, bias, self.activation or "", self.residual is not None, clamp)
-        cast = replace(parts, cast="ue8m0" if self.use_ue8m0 else "1x128")
+        expression = own.expression if own else None
+        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp, "", expression)
+        tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        texts = {"text": str(parts), "fp8_text": str(cast)}
-        for name, value in (*texts.items(), ("number", number), ("tensors", tensors)):
+        for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
             object.__setattr__(self, name, value)
+
+    @property
+    def fp8_text(self) -> str:
+        """The text if d is FP8 with scales."""
+        return str(replace(self.parts, cast="ue8m0" if self.use_ue8m0 else "1x128"))
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""
@@ -138,6 +149,74 @@ class Epilogue:
             raise UnsupportedError("swiglu and a residual cannot be combined. Add the residual after the call.")
         if isinstance(self.alpha, Tensor):
             raise UnsupportedError("alpha must be a number with swiglu, not a tensor. Multiply the scales of a by it.")
+
+    @classmethod
+    def custom(
+        cls,
+        name: str,
+        body: str,
+        *,
+        rows: Vectors | None = None,
+        columns: Vectors | None = None,
+        reference: Reference | None = None,
+        **parts: Any,
+    ) -> Epilogue:
+        """An epilogue with an activation of your own, in CUDA C++::
+
+            Epilogue.custom("relu2", "return x > 0 ? x * x : 0.0f;", reference=lambda x: torch.relu(x).square())
+            Epilogue.custom("shifted", "return tanhf(x * scale + shift);", columns={"scale": scale, "shift": shift})
+
+        Args:
+            name: of the expression, which is part of the kernel's.
+            body: statements that return a float. They may use ``x``, the sum; ``row`` and ``column``, its place in d,
+                as unsigned 32-bit integers; and by their names the elements of vectors there.
+            rows: float32 vectors (M,), contiguous: the element of ``row`` of each, by name.
+            columns: the same of (N,), for ``column``. In all there may be four vectors.
+            reference: the same in torch, for tensors on the CPU and for K = 0: a function of x, a float32 matrix, and
+                by keyword of what ``body`` names. Vectors of rows, and ``row``, are (rows, 1); vectors of columns, and
+                ``column``, (1, columns).
+            parts: bias, alpha, residual and row_factor, as of `Epilogue`.
+
+        Each body is a kernel of its own, which is compiled when it is first called. Raises InvalidInputError; a call
+        also CompileError, whose message shows the line of ``body``, and UnsupportedError without a reference that it
+        needs.
+
+        >>> body = "return x > 0 ? x * x : 0.0f;"
+        >>> relu2 = deep_gemm.Epilogue.custom("relu2", body, reference=lambda x: x.relu().square())
+        >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+        >>> deep_gemm.bf16_gemm_nt(a, b, d, epilogue=relu2)
+        >>> d[0, 0].item()
+        4096.0
+        """
+        if "activation" in parts:
+            raise InvalidInputError(f"activation and {name} cannot both be given: {name} is the activation.")
+        return cls(activation=custom_activation(name, body, rows, columns, reference), **parts)
+
+
+Epilogues: TypeAlias = "str | Epilogue | Iterable[str | Epilogue] | None"
+
+
+def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
+    """The texts by which kernels know these epilogues. Parts in a text may have any order. Raises InvalidInputError for
+    what is none."""
+    each = [given] if isinstance(given, (str, Epilogue)) else [] if given is None else given
+    return tuple(dict.fromkeys(x.text if isinstance(x, Epilogue) else _checked(x) for x in each))
+
+
+def _checked(text: Any) -> str:
+    if isinstance(text, str):
+        parts = parse(text)
+        is_gated, has_gate = parts.is_gated, parts.clamp is not None or bool(parts.cast)
+        known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
+        known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
+        may = not (parts.activation and parts.expression) and not (is_gated and parts.residual)
+        if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
+            return str(parts)
+    raise InvalidInputError(
+        "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; and with swiglu alone "
+        f"clamp:LIMIT, and fp8 or fp8:ue8m0 for a d of FP8; but it is {shown(text)}."
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.kernels.expressions import VECTORS
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
 from .table import DTYPES
 
-FUSED = ("row_factor", "bias", "residual", "sfd")
+FUSED = ("row_factor", "bias", "residual", "sfd", *VECTORS)
 """The tensors of an epilogue, and the scales of a d of FP8."""
 
 _operators = getattr(torch.ops, operators.NAMESPACE)
@@ -74,6 +75,7 @@ class Finished(Operation):
         self.name, self._kind, self._product = f"{product}_epilogue", kind, product
         every = kind(product, True, FUSED)
         self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
+        self.kept = every.kept
         required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
         self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
         self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]

@@ -13,16 +13,20 @@ from torch import Tensor
 from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
-from .. import options
+from .. import kernels, options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels import epilogues
+from ..kernels.expressions import VECTORS
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales
+from .custom_activation import check_vectors, in_torch
 from .epilogue import given_epilogue
 from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
+
+kernels.gemms()  # imported here: every product needs them, and in a first call they would take half of its time
 
 TENSOR, PAIR = "Tensor", "tuple[Tensor, Tensor]"
 C = Parameter("c", "Tensor | None", None)
@@ -76,8 +80,10 @@ class GemmOperands:
         if self.epilogue == "none":
             return None
         more: dict[str, Any] = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
+        vectors = {name: more.pop(name) for name in VECTORS if name in more}
         parts = epilogues.parse(self.epilogue)
-        more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0"}
+        own = None if parts.expression is None else in_torch(parts.expression, vectors)
+        more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
         return Finish(parts.activation, self.alpha, **more)
 
 
@@ -91,11 +97,13 @@ class Gemm(Operation):
     has_weights = True
 
     floats = ("alpha",)
+    diverting: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
+    """What makes a call one with an epilogue."""
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
         if fused is None:
-            self.finishing: tuple[Parameter, ...] = ALPHA, EPILOGUE
+            self.finishing = self.diverting
         else:
             added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
             self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)
@@ -185,9 +193,9 @@ class Gemm(Operation):
         }
         if "sfd" in self.fused:
             self._check_cast(named, epilogue, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
-        for name in self.fused:
-            if name == "sfd":
-                continue
+        if (expression := epilogues.parse(epilogue).expression) is not None:
+            check_vectors(expression, named, m, n)
+        for name in (each for each in shapes if each in self.fused):
             x, wanted = named[name], shapes[name]
             if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
                 raise InvalidInputError(

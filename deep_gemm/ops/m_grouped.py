@@ -17,12 +17,15 @@ from deep_gemm.ops.reference import m_grouped_reference
 from deep_gemm.runtime.calls import Parameter, entry
 
 from ..errors import InvalidInputError, UnsupportedError
+from ..kernels import epilogues
 from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, device_values, layouts, scales
 from .checks import MAX_SIZE, shape_of
-from .gemm import NO_EPILOGUE, TENSOR, Gemm, GemmOperands
+from .finished import Finished
+from .gemm import EPILOGUE, SCALES_OF_D, TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
+from .quantize import check_written
 from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 
 MAJOR_K_MULTIPLE = 64
@@ -39,23 +42,25 @@ class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
     kept = ("d",)  # rows past a group's last
+    diverting = (EPILOGUE,)
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.is_masked = PRODUCTS[name].grouping == "masked"
         """Whether a and d have the group in front."""
         self.layout = "masked_m" if self.is_masked else "grouped_layout"
-        super().__init__(name)
+        super().__init__(name, fused=fused)
         self.settings = ("check",)
         tensors = *self.first, Parameter(self.layout, TENSOR)
         if self.is_masked:
             overlap = _OVERLAP if self.is_scaled else ()
-            self.parameters = (*tensors, Parameter("expected_m", "int"), *self.options, NO_EPILOGUE, *overlap)
+            expected_m = Parameter("expected_m", "int")
+            self.parameters = (*tensors, expected_m, *self.options, *self.finishing, *overlap)
             return
         self.parameters = (
             *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
             Parameter("ensure_zero_padding", "bool", True, "before"),
             Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
-            NO_EPILOGUE,
+            *self.finishing,
             Parameter("alignment", "int", 1, "added"),
             Parameter("form", "str", "nt", "added"),
         )
@@ -73,26 +78,35 @@ class MGrouped(Gemm):
         """
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
+        epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
+        if epilogues.parse(epilogue).expression is not None:
+            raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
-        checks.refuse_epilogue(given["epilogue"])
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")
-        ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
-        device = checks.check_tensors(self.called(form), named, ranks, (3 if self.is_masked else 2,))
+        rank = 3 if self.is_masked else 2
+        ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,), "bias": (2,), "row_factor": (1, rank - 1)}
+        device = checks.check_tensors(self.called(form), named, ranks, (rank,), ("d", SCALES_OF_D))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
         self._check_dtypes(named, form)
         checks.check_int32(self.layout, layout)
-        if d.dtype != torch.bfloat16:
+        if "residual" in named:
+            raise UnsupportedError("a GEMM grouped by M adds no residual. Add it to d after the call.")
+        if d.dtype != torch.bfloat16 and SCALES_OF_D not in named:
             raise InvalidInputError(
                 f"d of a GEMM grouped by M must be torch.bfloat16, but it is {d.dtype}. Pass a bfloat16 d, and cast it "
                 "after the call."
             )
         is_psum = bool(given.get("use_psum_layout"))
-        check_shapes(a, b, d, self.layout, layout, form, is_psum)
+        columns = self.columns(named, epilogues.parse(epilogue))
+        check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
         if self.is_scaled:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
+        self.check_fused(named, epilogue)
+        if "row_factor" in named:
+            named["row_factor"] = _flat_factors(named["row_factor"])
         if checks.is_fake(named.values()):
             return None
         (groups, n, k), m = b.shape, a.shape[-2]
@@ -103,7 +117,8 @@ class MGrouped(Gemm):
         _check_places(named)
         tensors = dict(zip(self.operands, named.values(), strict=True))
         op, size = self.name + PSUM * is_psum, given["expected_m" if self.is_masked else "alignment"]
-        return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, groups=groups, size=size)
+        more = {"groups": groups, "size": size, "epilogue": epilogue, "alpha": alpha}
+        return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, **more)
 
     def _check_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
         for name in ("a", "b"):
@@ -156,7 +171,11 @@ class MGrouped(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""
         grouping = "psum" if x.op.endswith(PSUM) else self.product.grouping
-        m_grouped_reference(**x.tensors, grouping=grouping, alignment=x.size)
+        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.size, finish=x.finish)
+
+    def special(self, x: GemmOperands) -> str:
+        """Other libraries have no epilogues."""
+        return "" if x.epilogue == "none" else f"the epilogue {x.epilogue}"
 
     def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""
@@ -206,7 +225,9 @@ def refuse_overlap() -> None:
     )
 
 
-def check_shapes(a: Tensor, b: Tensor, d: Tensor, layout_name: str, layout: Tensor, form: str, psum: bool) -> None:
+def check_shapes(
+    a: Tensor, b: Tensor, d: Tensor, columns: int, layout_name: str, layout: Tensor, form: str, psum: bool
+) -> None:
     """Check the shapes of a (M, K) or (G, max_m, K), of the view b (G, N, K), of d, and of the layout."""
     *leading, rows, k = a.shape
     groups, n, k_of_b = b.shape
@@ -222,10 +243,11 @@ def check_shapes(a: Tensor, b: Tensor, d: Tensor, layout_name: str, layout: Tens
         )
     if k == 0:
         raise InvalidInputError(f"K must be positive, but a is {shape_of(a)}.")
-    wanted = (*leading, rows, n)
+    wanted = (*leading, rows, columns)
     if tuple(d.shape) != wanted:
+        gate = "" if columns == n else " of which gate has half,"
         raise InvalidInputError(
-            f"d must have the shape {wanted}, rows of a by rows of a group of b, but it has {shape_of(d)}."
+            f"d must have the shape {wanted}, rows of a by rows of a group of b,{gate} but it has {shape_of(d)}."
         )
     per_group = bool(leading) or psum
     length, meaning = (groups, "one number for each group of b") if per_group else (rows, "one label for each row of a")
@@ -253,6 +275,30 @@ def _check_scales(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
     scales.check_scales_shape("b", sfb, of_b, f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of each group of b")
 
 
+def _flat_factors(x: Tensor) -> Tensor:
+    """The factors of all groups' rows, one after the other."""
+    try:
+        return x.view(-1)
+    except RuntimeError:  # there is no such view
+        raise InvalidInputError(
+            "row_factor of the epilogue must have its groups right after one another, but it is "
+            f"{shape_of(x)} with strides {x.stride()}. Pass row_factor.contiguous()."
+        ) from None
+
+
+def _check_scales_of_d(sf: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Check the memory of the scales of d, which are written: with either dimension contiguous."""
+    if sf.dim() == 3:
+        known = [x for x in (sf, sf.mT) if flat_stride(x) is not None]
+        if not known:
+            raise InvalidInputError(
+                f"{SCALES_OF_D} must be contiguous along one dimension, with each group right after the one before, "
+                f"but they are {shape_of(sf)} with strides {sf.stride()}. Pass a contiguous tensor."
+            )
+        sf = layouts.flat(known[0])
+    check_written(SCALES_OF_D, sf, others, has_columns=True)
+
+
 def _check_places(named: Mapping[str, Tensor]) -> None:
     """Check the memory of d: row-major, groups right after one another, none of it shared with another operand."""
     d = named["d"]
@@ -264,7 +310,14 @@ def _check_places(named: Mapping[str, Tensor]) -> None:
             f"{shape_of(d)} with strides {d.stride()}. Pass a contiguous tensor and copy afterwards."
         )
     checks.check_no_overlap("d", layouts.flat(d), {name: x for name, x in named.items() if name != "d"})
+    if SCALES_OF_D in named:
+        others = {name: x for name, x in named.items() if name != SCALES_OF_D}
+        _check_scales_of_d(named[SCALES_OF_D], others)
 
 
-fp8, fp8_masked, bf16, bf16_masked = (entry(MGrouped(x)) for x in (M_FP8, M_FP8_MASKED, M_BF16, M_BF16_MASKED))
+_NAMES = M_FP8, M_FP8_MASKED, M_BF16, M_BF16_MASKED
+
+fp8, fp8_masked, bf16, bf16_masked = (entry(MGrouped(name)) for name in _NAMES)
 """The functions behind the public ones; in the contiguous form, ``alignment`` and ``form`` are their last arguments."""
+for _name in _NAMES:
+    Finished(MGrouped, _name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -35,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
-"""What can be applied to sums before they are rounded, by the names that callers give. In ``paired_activation.cuh``
+"""What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
 
 
@@ -56,6 +57,8 @@ class Finish:
     clamp: float | None = None
     sfd: Tensor | None = None
     power_of_two: bool = False
+    own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
+    """In place of an activation: a user's, of sums and ``where``."""
 
     @property
     def needs_rows(self) -> bool:
@@ -83,7 +86,29 @@ class Finish:
             x = torch.nn.functional.silu(gate) * up
             return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
+        x = x if self.own is None else self.own(x, where)
         return x if self.residual is None else x + self.residual[where]
+
+    def of_group(self, group: int, rows: slice, d: Tensor) -> Finish:
+        """That of one group of a GEMM grouped by M, whose ``rows`` are in the matrix of all groups. ``d`` has the shape
+        of the call's."""
+        bias, sfd, each = self.bias, self.sfd, self.row_factor
+        if sfd is not None:
+            first = rows.start - group * d.shape[-2]
+            sfd = sfd[rows] if d.dim() == 2 else sfd[group, first : first + rows.stop - rows.start]
+        return replace(
+            self,
+            bias=None if bias is None else bias[group],
+            row_factor=each if each is None or each.numel() == 1 else each[rows],
+            sfd=sfd,
+        )
+
+    def write_zeros(self, d: Tensor, rows: slice) -> None:
+        """Zeros in rows of d without a group; their scales are those of the cast of zeros."""
+        d[rows].view(torch.uint8).zero_()
+        if self.sfd is not None:
+            zeros = torch.zeros(1, SCALE_BLOCK, device=d.device)
+            self.sfd[rows] = cast_blocks(zeros, 1, SCALE_BLOCK, self.power_of_two)[1]
 
     def write(self, d: Tensor, where: tuple[slice, slice], product: Tensor, c: Tensor | None = None) -> None:
         """Round the result to d's dtype. `needs_rows`: ``where`` is all of d."""
@@ -242,8 +267,9 @@ def m_grouped_reference(
     alignment: int = 1,
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
+    finish: Finish | None = None,
 ) -> None:
-    """Multiply the rows of each group by its matrix, rounded once to d's dtype.
+    """Multiply the rows of each group by its matrix, and write that, or its `Finish`, rounded once to d's dtype.
 
     a (M, K) and d (M, N) have the group in front in the masked form, and each group right after the one before; b is
     (G, N, K). FP8 operands come with their scales. In the index form, rows without a group are written with zeros. In
@@ -254,11 +280,14 @@ def m_grouped_reference(
         flat_a, flat_d = a.flatten(0, -2), d.view(-1, n)
         for group, where in group_rows(layout, grouping, rows, alignment):
             if group < 0:
-                flat_d[where].zero_()
-            elif sfa is None or sfb is None:
-                half_gemm_reference(flat_a[where], b[group], flat_d[where])
+                (finish or Finish()).write_zeros(flat_d, where)
+                continue
+            own = finish and finish.of_group(group, where, d)
+            if sfa is None or sfb is None:
+                half_gemm_reference(flat_a[where], b[group], flat_d[where], finish=own)
             else:
-                fp8_gemm_reference(flat_a[where], sfa.flatten(0, -2)[where], b[group], sfb[group], flat_d[where])
+                scales = sfa.flatten(0, -2)[where], sfb[group]
+                fp8_gemm_reference(flat_a[where], scales[0], b[group], scales[1], flat_d[where], finish=own)
 
 
 def group_rows(layout: Tensor, grouping: Grouping, rows: int, alignment: int = 1) -> Iterator[tuple[int, slice]]:

@@ -8,8 +8,8 @@
 // the same in all kernels: the compiler fuses no multiplication with an addition.
 #pragma once
 #include "output.cuh"
-#include "paired_activation.cuh"
 #include "scale_rule.cuh"
+#include "sum_activations.cuh"
 
 // In place of the elements of a bias that there is not.
 enum : u32 { kNoBias = 255 };
@@ -26,15 +26,30 @@ struct Swiglu {
     else return silu_mul(gate, up, __uint_as_float(kLimit));
   }
 };
+// A user's own expression, which the kernel declares before its first include; see `Epilogue.custom`.
+struct Custom;
 
 template <class Activation>
 struct Activates {
-  enum : bool { kValue = true };
+  enum : bool { kValue = true, kCustom = false };
 };
 template <>
 struct Activates<Identity> {
-  enum : bool { kValue = false };
+  enum : bool { kValue = false, kCustom = false };
 };
+template <>
+struct Activates<Custom> {
+  enum : bool { kValue = true, kCustom = true };
+};
+
+// What an activation gets beside sums: vectors of rows and of columns, the row, and the column.
+template <class Activation, bool kCustom>
+struct Needs {
+  enum : u32 { kRows = 0, kColumns = 0 };
+  enum : bool { kNeedsRow = false, kNeedsColumn = false };
+};
+template <class Activation>
+struct Needs<Activation, true> : Activation {};
 
 // Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`. kPowersOfTwo: scales of FP8 are such.
 template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
@@ -42,7 +57,9 @@ struct EpilogueOf {
   enum : bool { kGated = false };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
-  enum : bool { kNeedsRow = kRowFactor || kResidual };  // whether consumers must know the row of their tile
+  enum : bool { kCustom = Activates<Activation>::kCustom };
+  using Own = Needs<Activation, kCustom>;
+  enum : bool { kNeedsRow = kRowFactor || kResidual || Own::kNeedsRow };  // whether consumers must know the row of their tile
 
   // Both functions for sums whose rows are D's. `sum` are this thread's sums of kCount columns in row `row` and in the row eight
   // below. `at(i)` is the column of D of the i-th of these columns. Rows from `end` on are not read. `group` is the tile's, or empty.
@@ -57,6 +74,12 @@ struct EpilogueOf {
   template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, Group group, u32 lane, const At& at) {
     float bias = 0.0f;  // each lane has that of another column
+    Values<Own::kColumns> each, even_values, odd_values;  // of a user's vectors: each lane has those of another column
+    Values<Own::kRows> low, high;
+    load_values(kernel, low, row, end);
+    load_values(kernel, high, row + 8, end);
+    u32 begin = at(0) + lane % 4 * 2;
+    if constexpr (Own::kNeedsColumn) begin = hidden(begin, row, lane);
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       if constexpr (kHasBias) {
@@ -68,8 +91,18 @@ struct EpilogueOf {
         sum[i + 2] = __fadd_rn(sum[i + 2], even);
         sum[i + 3] = __fadd_rn(sum[i + 3], odd);
       }
-      Activation::apply(sum[i], sum[i + 1]);
-      Activation::apply(sum[i + 2], sum[i + 3]);
+      if constexpr (kCustom) {
+        const u32 column = begin + (at(2 * i) - at(0));
+        if (2 * i % kRun == 0) load_values(kernel, each, at(2 * i) + lane % kRun, kernel.n(), Own::kRows);
+        each.give(2 * i % kRun + lane % 4 * 2, even_values, odd_values);
+        sum[i] = Activation::apply(sum[i], row, column, low.at, even_values.at);
+        sum[i + 1] = Activation::apply(sum[i + 1], row, column + 1, low.at, odd_values.at);
+        sum[i + 2] = Activation::apply(sum[i + 2], row + 8, column, high.at, even_values.at);
+        sum[i + 3] = Activation::apply(sum[i + 3], row + 8, column + 1, high.at, odd_values.at);
+      } else {
+        Activation::apply(sum[i], sum[i + 1]);
+        Activation::apply(sum[i + 2], sum[i + 3]);
+      }
     }
     if constexpr (kResidual) {
 #pragma unroll
@@ -110,10 +143,18 @@ struct EpilogueOf {
       low = bias_of(kernel, weight, Index<0>());
       high = bias_of(kernel, weight + 8, Index<0>());
     }
+    Values<Own::kRows> each, even, odd;  // of a user's vectors: each lane has those of another row
+    Values<Own::kColumns> low_values, high_values;
+    load_values(kernel, low_values, weight, kernel.n(), Own::kRows);
+    load_values(kernel, high_values, weight + 8, kernel.n(), Own::kRows);
+    u32 begin = row + lane % 4 * 2;
+    if constexpr (Own::kNeedsRow) begin = hidden(begin, weight, lane);
     const bool left = kResidual && weight < kernel.n(), right = kResidual && weight + 8 < kernel.n();
 #pragma unroll
     for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
       if (kTokens > 64) __syncwarp();  // ptxas would mix the chunks, and run out of registers
+      if (chunk % 4 == 0) load_values(kernel, each, row + chunk * 8 + lane, end);
+      each.give(chunk % 4 * 8 + lane % 4 * 2, even, odd);
       if (wanted(chunk)) {
         float* v = sum + chunk * 4;
         if constexpr (kHasBias) {
@@ -122,8 +163,16 @@ struct EpilogueOf {
           v[2] = __fadd_rn(v[2], high);
           v[3] = __fadd_rn(v[3], high);
         }
-        Activation::apply(v[0], v[1]);
-        Activation::apply(v[2], v[3]);
+        if constexpr (kCustom) {
+          const u32 y = begin + chunk * 8;
+          v[0] = Activation::apply(v[0], y, weight, even.at, low_values.at);
+          v[1] = Activation::apply(v[1], y + 1, weight, odd.at, low_values.at);
+          v[2] = Activation::apply(v[2], y, weight + 8, even.at, high_values.at);
+          v[3] = Activation::apply(v[3], y + 1, weight + 8, odd.at, high_values.at);
+        } else {
+          Activation::apply(v[0], v[1]);
+          Activation::apply(v[2], v[3]);
+        }
         if constexpr (kResidual) {
 #pragma unroll
           for (u32 i = 0; i < 2; ++i) {
@@ -138,6 +187,32 @@ struct EpilogueOf {
   }
 
  private:
+  // `place`, in a way that ptxas does not know. It would keep the places of all sums of a slice in registers for those of the next.
+  static DG_DEVICE u32 hidden(u32 place, u32 slice, u32 lane) { return __shfl_sync(0xffffffffu, place + slice, lane) - slice; }
+
+  // The elements of a user's vectors in one row or column.
+  template <u32 kVectors>
+  struct Values {
+    float at[kVectors ? kVectors : 1];
+
+    // Those of two neighbours, of which lane `from` has the first, and the next lane the second.
+    DG_DEVICE void give(u32 from, Values& first, Values& second) const {
+#pragma unroll
+      for (u32 i = 0; i < kVectors; ++i) {
+        first.at[i] = __shfl_sync(0xffffffffu, at[i], from);
+        second.at[i] = __shfl_sync(0xffffffffu, at[i], from + 1);
+      }
+    }
+  };
+
+  template <u32 kVectors, class Kernel>
+  static DG_DEVICE void load_values(const Kernel& kernel, Values<kVectors>& found, u32 index, u32 end, u32 first = 0) {
+    if constexpr (kVectors > 0) {
+#pragma unroll
+      for (u32 i = 0; i < kVectors; ++i) found.at[i] = index < end ? load_float(kernel.arg.vectors[first + i] + index) : 0.0f;
+    }
+  }
+
   template <class Kernel>
   static DG_DEVICE float factor(const Kernel& kernel, u32 row, u32 end) {
     float found = 1.0f;
@@ -205,7 +280,6 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
   // columns: two neighbours of row `row`, and two of the row eight below. The bytes are those of quantize.cuh.
   template <class Kernel, class Group>
   static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
-    const ScaleRule rule{0x38D1B717, kPowersOfTwo};  // 1e-4
     u32 largest[2] = {0, 0};
 #pragma unroll
     for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
@@ -214,7 +288,7 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
     for (u32 i = 0; i < 2; ++i) {
       u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
       found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
-      const float scale = rule.scale_of_normal(found);
+      const float scale = rule().scale_of_normal(found);
       inverse[i] = ScaleRule::inverse_of_normal(scale);
       if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
     }
@@ -223,7 +297,16 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
       words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
   }
 
+  // Stores the scales of a row of zeros. All lanes of a warp.
+  template <class Kernel>
+  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
+    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
+      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
+  }
+
  private:
+  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
+
   // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
   template <class Kernel>
   static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {

@@ -127,7 +127,9 @@ struct Fp8Scaled {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
-      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore);
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
+        if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
+      });
     });
   }
 

@@ -106,12 +106,12 @@ struct GemmKernel {
       return m();
     }
   }
-  // Called by the store warp after all tiles.
-  template <u32 kBytes>
-  DG_DEVICE void zero_padding(bool aligned) const {
+  // Called by the store warp after all tiles. See groups.cuh.
+  template <u32 kBytes, class Also>
+  DG_DEVICE void zero_padding(bool aligned, const Also& also) const {
     if constexpr (Layout::kGrouping == kIndex)
       ::zero_padding<typename Layout::Table, Layout::kBlockM, Layout::kSegments, kBytes>(
-          shared + Layout::kOffsetGroups, arg.d, arg.d_stride, m(), columns(), aligned, threadIdx.x % 32);
+          shared + Layout::kOffsetGroups, arg.d, arg.d_stride, m(), columns(), aligned, threadIdx.x % 32, also);
   }
   // Columns of D, and the first one of a tile. Of a product with a gate they are half of the rows of B.
   DG_DEVICE u32 columns() const { return n() / B::kHalves; }

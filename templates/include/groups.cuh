@@ -186,9 +186,9 @@ struct GroupTable {
 };
 
 // Rows of tiles that are padding alone, between the segments of kIndex: writes zeros to them. All CTAs share the work, one warp of
-// each.
-template <class Table, u32 kBlockM, u32 kSegments, u32 kBytes>
-DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns, bool aligned, u32 lane) {
+// each. `also(row)` is called for each of them.
+template <class Table, u32 kBlockM, u32 kSegments, u32 kBytes, class Also>
+DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns, bool aligned, u32 lane, const Also& also) {
   const u32 total = load_word(shared + Table::kBegin + kSegments * 4);
   u32 from = 0, before = 0;  // the first row after the segment before, and the rows of tiles up to there
 #pragma unroll 1
@@ -203,6 +203,7 @@ DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns
       } else {
         for (u32 x = lane * 2; x < columns * kBytes; x += 32 * 2) *reinterpret_cast<u16*>(line + x) = 0;
       }
+      also(row);
     }
     if (past) return;
     const u32 after = load_word(shared + Table::kBegin + (segment + 1) * 4);

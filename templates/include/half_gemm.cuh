@@ -85,7 +85,7 @@ struct HalfGemm {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
-      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore);
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [](u32) {});
     });
   }
 

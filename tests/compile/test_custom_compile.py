@@ -13,10 +13,17 @@ from kernel_builds import KINDS, open_compiler
 
 import deep_gemm
 from deep_gemm import LaunchConfig
+from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.custom.parameters import ELEMENTS, NUMBERS
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder, sass
+from deep_gemm.kernels.epilogues import Parts
+from deep_gemm.kernels.expressions import Expression
+from deep_gemm.kernels.families import GEMMS, HALF_GEMM
+from deep_gemm.kernels.ffma_bursts import code_sections
+from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -108,6 +115,39 @@ def test_a_mistake_in_the_source_is_shown_with_its_line(kind: str, tmp_path: Pat
     line = Path(caught.value.source_path).read_text().splitlines()[6 - 1]
     assert line == "  out[1] = nothing;"
     assert "kernel.cu(6)" in caught.value.log
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mistake_in_an_expression_is_shown_with_its_line(kind: str, tmp_path: Path) -> None:
+    """The name tells whose it is, and the log has the line."""
+    text = str(Parts(expression=Expression("own", "const float y = x + scale;\nreturn y > nothing ? y : 0.0f;")))
+    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    with pytest.raises(CompileError, match="_own_tma") as caught:
+        Builder(tmp_path, open_compiler(kind)).build(request)
+    assert caught.value.source_path is not None
+    lines = Path(caught.value.source_path).read_text().splitlines()
+    for name, line in (("scale", "const float y = x + scale;"), ("nothing", "return y > nothing ? y : 0.0f;")):
+        assert f"{line}\n" in str(caught.value)
+        assert f'identifier "{name}" is undefined' in str(caught.value)
+        place = next(at for at, each in enumerate(lines, 1) if each.strip() == line)
+        assert f"kernel.cu({place})" in str(caught.value)
+
+
+FAMILIES = [family for family in GEMMS if family.has_epilogues and family.groupings == ("none",)]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_an_expression_costs_registers_only_for_what_it_uses(family: GemmFamily) -> None:
+    """One that is an activation of ours takes as many instructions."""
+    config = [config for config in family.configs(SM90) if family.rules.finishes(config)][-1]
+    body = "x = max_or_nan(x, 0.0f);\nreturn __fmul_rn(x, x);"
+    texts = ("bias:f32+relu2", str(Parts(bias="f32", expression=Expression("relu2", body))))
+    placed = str(Parts(expression=Expression("own", "return x * (column > row ? v : w);", ("v",), ("w",))))
+    with settings.override(use_nvrtc=True):
+        ours, theirs, other = (engine.build(family.case(config, epilogue=text)) for text in (*texts, placed))
+    assert ours.resources.problems() == theirs.resources.problems() == other.resources.problems() == []
+    ours_words, theirs_words = (words for each in (ours, theirs) for _, words in code_sections(each.cubin))
+    assert len(ours_words) == len(theirs_words)
 
 
 def test_a_source_whose_kernel_has_another_name_is_refused(tmp_path: Path) -> None:

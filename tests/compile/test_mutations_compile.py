@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import batched_mutations
+import epilogue_mutations
 import grouped_mutations
 import half_mutations
 import logits_mutations
@@ -33,6 +34,7 @@ MODULES: tuple[Any, ...] = (
     logits_mutations,
     batched_mutations,
     rows_mutations,
+    epilogue_mutations,
 )
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 

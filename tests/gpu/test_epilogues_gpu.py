@@ -12,84 +12,29 @@ import pytest
 import torch
 from built import built, kernels_of
 from chosen import entry
-from forced import ALPHA, DTYPES, compiled, fits, force_gemm, load, mn_major, nvrtc, scaling_of
+from epilogue_runs import EXPRESSIONS, TEXTS, assert_close, check, integers, product, vectors
+from forced import compiled, load, nvrtc
 from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm import Epilogue
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.epilogues import parse
 from deep_gemm.kernels.families import GEMMS
-from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings, exact_product
+from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings
 from deep_gemm.params import KernelParams
-from deep_gemm.runtime import engine
-from deep_gemm.spec import align, ceil_div
-from deep_gemm.testing import guarded, guarded_copy
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16, F32 = torch.bfloat16, torch.float32
-TEXTS = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu+residual", "alpha+rows+bias:f32+relu+residual", "bias:f16+relu2")
-"""Of families' cases; and two whose results are exact for these operands."""
 CASES = [
     family.case(family.configs(SM90)[place], store=store, epilogue=text)
     for family in GEMMS
     if family.has_epilogues and family.groupings == ("none",)
     for at, store in enumerate(("tma",) if family.aligned_d else ("tma", "direct"))
     for place in (0, -1)
-    for text in TEXTS[(at + place) % 2 :: 2]
+    for text in (*TEXTS[(at + place) % 2 :: 2], list(EXPRESSIONS)[place])
 ]
 """Each text with each family and store, with its first config or its last one."""
-SHAPES = [(200, 520, 656, 8), (37, 264, 128, 132), (1, 8, 16, 132)]
-ODD_SHAPES = [(100, 333, 400, 8), (1, 1, 128, 132)]
-
-
-def integers(*shape: int, seed: int) -> torch.Tensor:
-    """Small, so that sums are exact."""
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float().to(DEVICE)
-
-
-def powers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.exp2(integers(*shape, seed=seed) / 2 // 1)
-
-
-def fp8_scales(rows: int, k: int, kind: str, seed: int) -> torch.Tensor:
-    if kind == "1x128":
-        return mn_major(powers(rows, ceil_div(k, 128), seed=seed))
-    shape = (ceil_div(rows, 128), ceil_div(k, 128)) if kind == "128x128" else (rows, 1)
-    return powers(*shape, seed=seed)
-
-
-def product(dtype: str, m: int, n: int, k: int, scaling: Scalings) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Operands, and the exact product in float64."""
-    a, b = integers(m, k, seed=1), integers(n, k, seed=2)
-    if dtype != "e4m3":
-        return {"a": a.to(DTYPES[dtype]), "b": b.to(DTYPES[dtype])}, a.double() @ b.double().t()
-    x, y = (each.to(torch.float8_e4m3fn) for each in (a, b))
-    sfa, sfb = (fp8_scales(rows, k, kind, at) for at, (rows, kind) in enumerate(zip((m, n), scaling, strict=True)))
-    return {"a": x, "sfa": sfa, "b": y, "sfb": sfb}, exact_product(x, sfa, y, sfb, scaling=scaling)
-
-
-def vectors(text: str, m: int, n: int, out: torch.dtype, padding: int = 0) -> dict[str, torch.Tensor]:
-    """The tensors of an epilogue; those that are not asked for are left out."""
-    parts = parse(text)
-    found = {
-        "row_factor": powers(m, seed=3),
-        "bias": integers(n, seed=4).to(DTYPES.get(parts.bias, F32)),
-        "residual": guarded_copy(integers(m, n, seed=5).to(out), (align(n, 8) + padding, 1)).tensor,
-    }
-    return {name: found[name] for name in parts.tensors}
-
-
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, activation: str) -> None:
-    """Equal if all steps are exact, and within a rounding otherwise."""
-    if activation in ("", "relu", "relu2"):
-        assert torch.equal(found, wanted.to(found.dtype))
-        return
-    u = {BF16: 2.0**-8, torch.float16: 2.0**-11, F32: 2.0**-17}[found.dtype]
-    assert ((found.double() - wanted.double()).abs() <= u * wanted.double().abs() + 2**-14).all()
-
-
 Binaries = dict[KernelParams, Future[Binary]]
 
 
@@ -105,20 +50,7 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
 def test_every_family_finishes_its_sums(params: KernelParams, binaries: Binaries) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
     the epilogue's tensors is NaN."""
-    function = load(params, binaries[params].result())
-    out, parts = DTYPES[params.output], parse(params.epilogue)
-    for m, n, k, sms in SHAPES if params.store == "tma" else ODD_SHAPES:
-        if params.dtype != "e4m3" and not fits(params, m, n, k, sms):
-            continue
-        tensors, exact = product(params.dtype, m, n, k, scaling_of(params))
-        more = vectors(params.epilogue, m, n, out, 8 if params.store == "tma" else 1)
-        d = guarded((m, n), out, DEVICE, (align(n, 8) + 8, 1) if params.store == "tma" else None)
-        stream = engine.raw_stream(torch.cuda.current_device())
-        force_gemm(params, function, {**tensors, **more, "d": d.tensor}, sms, stream)()
-        torch.cuda.synchronize()
-        d.check(f"d, {m} x {n} x {k}")
-        finish = Finish(parts.activation, ALPHA if parts.alpha else 1.0, **more)
-        assert_close(d.tensor, finish(exact, (slice(None), slice(None))), parts.activation)
+    check(params, load(params, binaries[params].result()))
 
 
 OPERATIONS: dict[str, tuple[Callable[..., None], str, Scalings]] = {
@@ -227,6 +159,37 @@ def before_a_graph(kind: str) -> tuple[Callable[[], None], dict[str, torch.Tenso
 KINDS = ("fp8", "bf16")
 
 
+def expressed(kind: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Results of many rows, and of few, with an expression and with one of relu2; and what they should be."""
+    _, dtype, scaling = OPERATIONS[kind]
+    for m, n, k in ((300, 520, 656), (5, 256, 512)):
+        tensors, exact = product(dtype, m, n, k, scaling)
+        scale, weight, bias = integers(n, seed=3), integers(m, seed=4), integers(n, seed=5)
+        body = "const float y = x + weight;\nreturn column > row ? y * scale : y;"
+        out = OUTPUTS[kind][-1]
+        d, same, also = (torch.empty(m, n, device=DEVICE, dtype=out) for _ in range(3))
+        own = functools.partial(Epilogue.custom, "causal", body, reference=causal)
+        call(kind, tensors, d, None, epilogue=own(rows={"weight": weight}, columns={"scale": scale}, bias=bias))
+        places = {"row": torch.arange(m, device=DEVICE)[:, None], "column": torch.arange(n, device=DEVICE)}
+        wanted = causal((exact + bias).float(), weight=weight[:, None], scale=scale, **places).to(out)
+        relu2 = Epilogue.custom("relu2", "return x > 0 ? x * x : 0.0f;", reference=lambda x: torch.relu(x).square())
+        call(kind, tensors, same, None, epilogue=relu2)
+        call(kind, tensors, also, None, epilogue=Epilogue(activation="relu2"))
+        yield torch.stack((d, same)), torch.stack((wanted, also))
+
+
+def causal(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, weight: Any, scale: Any) -> torch.Tensor:
+    y = x + weight
+    return torch.where(column > row, y * scale, y)
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_calls_with_an_expression(kind: str) -> None:
+    """It finds its row, its column and its vectors' elements; and is the same as the activation of that name."""
+    for found, wanted in expressed(kind):
+        assert torch.equal(found, wanted)
+
+
 @cuda_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
@@ -274,6 +237,7 @@ def _built() -> Iterator[None]:
     for kind, added in itertools.product(OPERATIONS, ADDED):
         calls += steps(kind, added)
     calls += [lambda name=name: list(edges(name)) for name in ACTIVATIONS]  # type: ignore[misc]
+    calls += [lambda kind=kind: list(expressed(kind)) for kind in OPERATIONS]  # type: ignore[misc]
     calls += [functools.partial(each, kind) for each, kind in itertools.product((before_a_graph, by_rows), KINDS)]
     with built(kernels_of(calls)):
         yield

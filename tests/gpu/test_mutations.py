@@ -7,6 +7,10 @@ from typing import Any
 
 import batched_cases
 import batched_mutations
+import epilogue_mutations
+import epilogue_runs
+import gated_mutations
+import gated_runs
 import grouped_mutations
 import grouped_runs
 import half_mutations
@@ -107,9 +111,19 @@ def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
     return {"result": run.is_right(params, builder)}
 
 
+def gated(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": gated_runs.is_right(params, builder)}
+
+
 def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
     (run,) = (run for run in rows_mutations.RUNS.values() if run.params == params)
     return {"result": run.is_right(load(params, binary))}
+
+
+def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    if params.grouping != "none":
+        return {"result": grouped_runs.is_right(params, builder)}
+    return {"result": epilogue_runs.is_right(params, load(params, binary))}
 
 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
@@ -118,7 +132,9 @@ ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool
     half_mutations: half,
     grouped_mutations: grouped,
     batched_mutations: batched,
+    gated_mutations: gated,
     rows_mutations: rows,
+    epilogue_mutations: finished,
 }
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

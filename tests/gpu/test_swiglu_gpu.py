@@ -71,7 +71,9 @@ def cast_of(pair: Pair) -> torch.Tensor:
 def slack(exact: torch.Tensor, alpha: float, more: dict[str, torch.Tensor]) -> torch.Tensor:
     """What errors of the two sums, which FP8 tensor cores keep to some 13 bits, can change in their product."""
     gate, up = (alpha * exact + more.get("bias", torch.zeros(1, device=exact.device)).double()).abs().chunk(2, 1)
-    return 2**-10 * (1.1 * up + gate) * more.get("row_factor", torch.ones(len(exact), device=exact.device)).abs()[:, None]
+    return (
+        2**-10 * (1.1 * up + gate) * more.get("row_factor", torch.ones(len(exact), device=exact.device)).abs()[:, None]
+    )
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, half_unit: float, slack: torch.Tensor) -> None:

@@ -86,10 +86,10 @@ def test_the_residual_may_be_d_and_k_may_be_0() -> None:
     assert torch.equal(d, bias.relu().square().expand(M, N))
 
 
-def given(**parts: Any) -> Callable[[], object]:
+def given(make: Callable[..., Epilogue] = Epilogue, *names: str, **parts: Any) -> Callable[[], object]:
     """A call with an epilogue of these parts."""
     a, b, _ = operands("bf16")
-    return lambda: deep_gemm.bf16_gemm_nt(a, b, torch.empty(M, N, dtype=BF16), epilogue=Epilogue(**parts))
+    return lambda: deep_gemm.bf16_gemm_nt(a, b, torch.empty(M, N, dtype=BF16), epilogue=make(*names, **parts))
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
@@ -216,7 +216,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         f"{Parts(activation=name).device_name.partition(',')[0]}::apply(x[i], x[i + 1]); }}\n"
         for name in ACTIVATIONS
     )
-    return compiled(tmp_path_factory.mktemp("host"), "paired_activation.cuh", each)
+    return compiled(tmp_path_factory.mktemp("host"), "sum_activations.cuh", each)
 
 
 EDGES = [

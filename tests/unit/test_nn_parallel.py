@@ -71,6 +71,25 @@ def test_tensor_parallel_layers_are_sharded_by_fsdp_too() -> None:
         assert all(error < 0.01 for error in errors.values()), errors
 
 
+def test_a_checkpoint_of_shards_is_plain_and_loads(tmp_path: Path) -> None:
+    for types, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state")):
+        assert types == {"Tensor"}
+        assert len(equal) == 4
+        assert all(equal.values()), equal
+        assert in_fp8
+    import torch.distributed.checkpoint.format_utils as formats
+
+    formats.dcp_to_torch_save(tmp_path / "state", tmp_path / "state.pt")
+    alone = cases.mlp("fp8", "cpu")
+    state = alone.state_dict()
+    assert all(torch.equal(x, state[name]) for name, x in torch.load(tmp_path / "state.pt", weights_only=True).items())
+
+
+def test_a_compiled_tensor_parallel_model_has_the_same_bits() -> None:
+    for errors in spawned.run(cases.compiled):
+        assert not any(errors.values()), errors
+
+
 def torchrun(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     """The example by two ranks, on the CPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

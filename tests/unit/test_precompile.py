@@ -8,16 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
+from gpu_fakes import FakeGpu, gpu
 from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile
 
 import deep_gemm
+from deep_gemm import Epilogue
 from deep_gemm.aot import build, inputs, workload
 from deep_gemm.aot.layers import Layer
 from deep_gemm.aot.workload import GemmShape
+from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
+from deep_gemm.kernels.rows import ROWS
 from deep_gemm.runtime import engine
+from deep_gemm.spec import RowsSpec
+
+__all__ = ["gpu"]
 
 
 def test_parse_sizes() -> None:
@@ -85,6 +93,109 @@ def test_choosing_joins_shapes_that_share_a_kernel() -> None:
     assert {shape for shapes in work.kernels.values() for shape in shapes} == set(SHAPES)
     assert any(not shapes for shapes in work.kernels.values()), "the helper kernels come along"
     assert not work.impossible
+
+
+TEXT = "alpha+bias:bf16+gelu+residual"
+
+
+@pytest.mark.parametrize("epilogue", ["residual+gelu+alpha+bias:bf16", "custom", None])
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt", "fp16_gemm_nt"])
+def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, epilogue: str | None) -> None:
+    """Those that calls ask for, beside those without; experts have none."""
+    parts = {"bias": torch.zeros(256).bfloat16(), "alpha": 2.0}
+    own = Epilogue.custom("own", "return x + v;", columns={"v": torch.zeros(256)}, **parts)
+    given, text = (own, own.text) if epilogue == "custom" else (epilogue, TEXT)
+    work = build.work_of(
+        [{"n": 256, "k": 512, "m": 24, "op": op}, {"n": 256, "k": 512, "m": 128, "groups": 2}], epilogue=given
+    )
+    found = {shape for shapes in work.kernels.values() for shape in shapes}
+    assert not work.impossible
+    assert {shape.epilogue for shape in found} == {"none"} | ({text} if epilogue else set())
+    assert all(shape.epilogue == "none" for shape in found if shape.groups > 1)  # a residual, or an expression
+    if epilogue is None:
+        return
+    out = torch.float16 if op == "fp16_gemm_nt" else torch.bfloat16
+    a, b, d = (torch.zeros(*size).to(out) for size in ((24, 512), (256, 512), (24, 256)))
+    pairs = (deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False))
+    called = Epilogue(activation="gelu", residual=d, **parts) if epilogue != "custom" else own
+    getattr(deep_gemm, op)(*(pairs if op == "fp8_gemm_nt" else (a, b)), d, epilogue=called)
+    asked = gpu.launched[-1].spec
+    (shape,) = (shape for shape in found if shape.epilogue == text)
+    assert asked == build.spec_of(shape, SM90, asked.num_sms)
+
+
+@pytest.mark.parametrize("text", ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu"])
+def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> None:
+    """As calls ask for."""
+    work = build.work_of([{"n": 512, "k": 256, "m": 256, "groups": 2}, "64x512x256"], epilogue=text)
+    assert not work.impossible
+    (a, b), factors, bias = (torch.zeros(256, 256), torch.zeros(2, 512, 256)), torch.zeros(256), torch.zeros(2, 512)
+    x = deep_gemm.per_token_cast_to_fp8(a.bfloat16(), False)
+    pairs = [deep_gemm.per_block_cast_to_fp8(each.bfloat16(), False) for each in b]
+    y = tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
+    parts = {"activation": "swiglu", "use_ue8m0": "ue8m0" in text}
+    parts |= {"clamp": 7.0} if "clamp" in text else {}
+    parts |= {"row_factor": factors} if "rows" in text else {}
+    if "bias" in text:
+        parts = {"activation": "silu", "bias": bias.bfloat16()}
+    d: Any = torch.zeros(256, 512 if "bias" in text else 256).bfloat16()
+    d = (d.to(torch.float8_e4m3fn), torch.zeros(256, 2)) if "fp8" in text else d
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, y, d, torch.zeros(256, dtype=torch.int32), epilogue=Epilogue(**parts))
+    asked = gpu.launched[-1].spec
+    found = {shape for shapes in work.kernels.values() for shape in shapes if shape.epilogue != "none"}
+    (shape,) = (shape for shape in found if shape.op == "m_grouped_fp8_gemm_nt_contiguous")
+    assert asked == build.spec_of(shape, SM90, asked.num_sms)
+    assert any(shape.op == "fp8_gemm_nt" for shape in found)
+
+
+def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
+    def rows(**options: Any) -> set[Any]:
+        work = build.work_of([(512, 7168), (512, 2048)], max_m=1, **options)
+        return {params for params in work.kernels if params.kernel == "rows"}
+
+    assert not rows()
+    for dtype, op in (("bf16", "bf16_gemm_nt"), ("bf16", "fp8_gemm_nt"), ("f16", "fp16_gemm_nt")):
+        found = rows(fused=True, op=op)
+        for width, count in ((7168, 1), (2048, 1 << 16), (2048, 8)):
+            for output in (dtype, "e4m3"):
+                asked = RowsSpec("rms_norm", count, width, dtype, output, "", ("residual",))
+                assert ROWS.params(asked, ROWS.config_of(asked), SM90) in found
+                asked = RowsSpec("silu_and_mul", count, width, dtype, output, "halves")
+                assert ROWS.params(asked, ROWS.config_of(asked), SM90) in found
+        assert {params.dtype for params in found} == {dtype}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "none",
+        "mish",
+        "bias:e4m3",
+        "silu+silu",
+        "gelu+silu",
+        "alpha+custom:own",
+        "silu+fp8",
+        "clamp:7.0",
+        "swiglu+residual",
+        "silu+custom:own(;) return x;",
+    ],
+)
+def test_a_text_that_is_no_epilogue_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInputError, match="epilogue must be"):
+        build.work_of([(512, 256)], epilogue=text)
+    result = run("--shape", "128x2048", "--epilogue", text, "--dry-run")
+    assert result.exit_code == 2
+    assert "epilogue must be" in " ".join(result.output.split())
+
+
+def test_the_command_compiles_epilogues_and_functions_of_rows() -> None:
+    counts = [
+        json.loads(run("--shape", "128x2048", "--m", "64", "--dry-run", "--json", *more).output)["kernels"]
+        for more in ((), ("--epilogue", "relu"), ("--epilogue", "relu", "--epilogue", "bias:f32+silu"), ("--fused",))
+    ]
+    assert counts[0] < counts[1] < counts[2] < counts[0] + 8
+    assert counts[3] > counts[0] + 30
 
 
 def test_an_unknown_arch_is_refused() -> None:
