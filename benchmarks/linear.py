@@ -37,11 +37,13 @@ LAYERS: dict[str, Callable[..., Any]] = {
     "FP8Linear": nn.FP8Linear,
     "FP8Linear mixed": lambda *sizes, **place: nn.FP8Linear(*sizes, weight_gradient="mixed", **place),
     "FP8Linear kept casts": lambda *sizes, **place: nn.FP8Linear(*sizes, recast="when changed", **place),
+    "bf16 nn.Linear, bias": lambda *sizes, **place: torch.nn.Linear(*sizes, **{**place, "bias": True}),
+    "FP8Linear, bias": lambda *sizes, **place: nn.FP8Linear(*sizes, **{**place, "bias": True}),
     "FP8Linear main_grad": lambda *sizes, **place: with_main_grad(
         nn.FP8Linear(*sizes, fuse_wgrad_accumulation=True, **place)
     ),
 }
-COMPILED = (BASE, "FP8Linear", "FP8Linear mixed")
+COMPILED = (BASE, "FP8Linear", "FP8Linear mixed", "FP8Linear, bias")
 
 
 def with_main_grad(layer: Any) -> Any:

@@ -12,6 +12,9 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from .errors import InvalidInputError
 
+DTENSOR = "torch.distributed.tensor"
+"""The module of DTensors, which is loaded where there may be some."""
+
 
 def check_tensor(name: str, x: Any, dims: tuple[int, ...] | None = None, by_torch: bool = False) -> None:
     """Refuse everything except tensors with memory for all their elements, and with as many dimensions as ``dims``
@@ -90,7 +93,7 @@ def is_fake(tensors: Iterable[Any]) -> bool:
 
 def is_sharded(tensors: Iterable[Any]) -> bool:
     """Whether one of them is a DTensor."""
-    module = sys.modules.get("torch.distributed.tensor")
+    module = sys.modules.get(DTENSOR)
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 

@@ -58,11 +58,12 @@ def dense(device: str, dtype: torch.dtype = BF16) -> tuple[Any, Any, Tensor, Ten
 def _(device: str) -> Pairs:
     x, w = made(M, K, device=device), made(N, K, device=device)
     d = torch.empty(M, N, dtype=BF16, device=device)
+    before = deep_gemm.get_pdl()
     getattr(deep_gemm, "set_pdl", None)(True)  # type: ignore[misc]
     try:
         deep_gemm.fp8_gemm_nt(tokens(x, True), deep_gemm.per_block_cast_to_fp8(w, True), d, disable_ue8m0_cast=False)
     finally:
-        deep_gemm.set_pdl(False)
+        deep_gemm.set_pdl(before)
     return [(d, x.float() @ w.float().t())]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops import quantize as ops
 from deep_gemm.ops.cast_reference import AMAX_MIN
@@ -27,6 +28,16 @@ RECIPES = {"1x128": (1, 1, 128), "mixed": (1, 128, 128)}
 def row_major(x: Tensor) -> Tensor:
     """x, or a copy whose rows are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def as_rows(x: Tensor, width: int) -> Tensor:
+    """The input x (..., width) of a layer as a matrix whose rows are contiguous."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise InvalidInputError(
+            "x is inside torch.func.vmap or another transform of torch.func, which layers do not take. Call the layer "
+            "on plain tensors: they may have any rank, and backward() computes gradients."
+        )
+    return row_major(x.reshape(-1, width))
 
 
 def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
-from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.weights import Divisible, FP8Weights, Mode, Recast, check_word, find_main_grad
+from deep_gemm.nn.weights import Divisible, FP8Weights, Options, find_main_grad
 from deep_gemm.tensors import kind_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class Linear(Divisible):
@@ -33,8 +35,8 @@ class Linear(Divisible):
             bound = 1 / math.sqrt(self.in_features)
             nn.init.uniform_(self.bias, -bound, bound)
 
-    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """x (tokens, in) times the transpose of the weight, (tokens, out) in ``dtype``."""
+    def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """x (tokens, in) times the transpose of the weight, plus ``bias``: (tokens, out) in ``dtype``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,9 +48,9 @@ class Linear(Divisible):
             raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        y = self.product(casts.row_major(x.reshape(-1, width)), dtype)
-        if self.bias is not None and self.shards[1] == 1:  # otherwise it is added to the sum of all ranks
-            y = y.add_(self.own(self.bias))
+        # A bias of a layer whose input features are divided is added to the sum of all ranks.
+        bias = self.own(self.bias) if self.bias is not None and self.shards[1] == 1 else None
+        y = self.product(casts.as_rows(x, width), dtype, bias)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
 
     def extra_repr(self) -> str:
@@ -92,20 +94,12 @@ class FP8Linear(Linear, FP8Weights):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        *,
-        mode: Mode = "training",
-        weight_gradient: WeightGradient = "1x128",
-        recast: Recast = "always",
-        fuse_wgrad_accumulation: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        **options: Unpack[Options],
     ) -> None:
-        check_word("weight_gradient", weight_gradient, WeightGradient)
-        dtype = dtype or torch.get_default_dtype()
-        FP8Weights.__init__(self, (out_features, in_features), mode, recast, fuse_wgrad_accumulation, device, dtype)
-        self.weight_gradient = weight_gradient
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        if mode == "training":
+        FP8Weights.__init__(self, (out_features, in_features), **options)
+        place: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.bias = nn.Parameter(torch.zeros(out_features, **place)) if bias else None
+        if self.mode == "training":
             self.reset_parameters()
 
     @classmethod
@@ -127,14 +121,13 @@ class FP8Linear(Linear, FP8Weights):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """See `Linear.product`."""
         if self.takes_gradient():
-            main = self.main_grad()
-            return products.FP8Product.apply(x, *self.recorded(), dtype, main, self.weight_gradient)
-        if torch.is_grad_enabled() and x.requires_grad:
-            return products.FrozenFP8Product.apply(x, *self.plain(), dtype)
-        return products.product(quantize.rows(x), self.plain(), dtype)
+            return self.recorded(x, dtype, bias)
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            return products.FrozenFP8Product.apply(x, bias, *self.plain(), dtype)
+        return products.product(quantize.rows(x), self.plain(), dtype, bias)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""
@@ -188,7 +181,7 @@ class BF16Linear(Linear):
         layer.weight, layer.bias = weight, linear.bias
         return layer.train(linear.training)
 
-    def product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """See `Linear.product`."""
         if dtype not in products.HALVES:
             raise InvalidInputError(
@@ -197,4 +190,4 @@ class BF16Linear(Linear):
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
         main = self.own(find_main_grad(self.weight)) if fused else None
-        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), main)
+        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), bias, main)

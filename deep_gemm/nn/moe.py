@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,14 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
-from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.grouped import FP8GroupedLinear, product, weight_gradient
+from deep_gemm.nn.grouped import FP8GroupedLinear
+from deep_gemm.nn.products import product, weight_gradient
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import Mode, Recast
+from deep_gemm.nn.weights import Options
 from deep_gemm.tensors import kind_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
@@ -40,9 +43,9 @@ class Experts(torch.autograd.Function):
         routing = Routing(rows, tokens, labels, sizes)
         blocks = casts.BLOCKS[wgrad]
         x_rows, x_columns = casts.tokens(routing.spread(x), blocks)
-        hidden = product(x_rows, (cast[0], cast[1]), labels)
+        hidden = product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels=labels)
         h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
-        out = product(h_rows, (cast[4], cast[5]), labels)
+        out = product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels=labels)
         turned = gate_up if cast[2] is None else cast[2], cast[3], down if cast[6] is None else cast[6], cast[7]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
         ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
@@ -60,12 +63,15 @@ class Experts(torch.autograd.Function):
         d_out = (routing.spread(dy) * factor[:, None]).to(dy.dtype)
 
         rows, columns = casts.gradients(d_out)
-        d_hidden = swiglu_backward(hidden, product(rows, casts.transposed(down, sf_down), labels))
-        d_down = weight_gradient(columns, (h, sfh), sizes, ctx.dtypes[1], ctx.mains[1], ctx.wgrad)
+        d_hidden = swiglu_backward(
+            hidden, product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels=labels)
+        )
+        d_down = weight_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
 
         rows, columns = casts.gradients(d_hidden)
-        dx = routing.choices(product(rows, casts.transposed(gate_up, sf_gate_up), labels)).sum(1)
-        d_gate_up = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[0], ctx.mains[0], ctx.wgrad)
+        turned = casts.transposed(gate_up, sf_gate_up)
+        dx = routing.choices(product(rows, turned, torch.bfloat16, labels=labels)).sum(1)
+        d_gate_up = weight_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
         return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 15
 
 
@@ -90,29 +96,14 @@ class MoE(nn.Module):
     torch.Size([30, 256])
     """
 
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
-        *,
-        mode: Mode = "training",
-        weight_gradient: WeightGradient = "1x128",
-        recast: Recast = "always",
-        fuse_wgrad_accumulation: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, width: int, hidden: int, experts: int, top_k: int, **options: Unpack[Options]) -> None:
         if not 1 <= top_k <= experts:
             raise InvalidInputError(f"top_k must be from 1 to {experts}, the number of experts, but it is {top_k}.")
         super().__init__()
-        options: dict[str, Any] = {"mode": mode, "recast": recast, "device": device, "dtype": dtype}
-        options |= {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "weight_gradient": weight_gradient}
         self.width, self.top_k = width, top_k
         self.exchange: Any = None
         """What sends tokens to the ranks of their experts: see `deep_gemm.nn.parallel.ExpertParallel`."""
-        self.router = nn.Linear(width, experts, bias=False, device=device, dtype=torch.float32)
+        self.router = nn.Linear(width, experts, bias=False, device=options.get("device"), dtype=torch.float32)
         self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
         self.down = FP8GroupedLinear(experts, hidden, width, **options)
 
@@ -127,7 +118,7 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or x.dtype != torch.bfloat16:
             came = f"it is {kind_of(x)}" + (f" {tuple(x.shape)}" if isinstance(x, Tensor) else "")
             raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
-        tokens = casts.row_major(x.reshape(-1, self.width))
+        tokens = casts.as_rows(x, self.width)
         weights, chosen = self.route(tokens)
         if self.exchange is None:
             return self._computed(tokens, weights, chosen).view(x.shape)
@@ -147,7 +138,7 @@ class MoE(nn.Module):
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
         how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
-        (gate_up, *cast), (down, *more) = self.gate_up.recorded(), self.down.recorded()
+        (gate_up, *cast), (down, *more) = self.gate_up.casts(), self.down.casts()
         y: Tensor = Experts.apply(x, weights, gate_up, down, *places, *how, *cast, *more)
         return y
 
@@ -157,6 +148,8 @@ class MoE(nn.Module):
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        hidden = product(quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), routing.labels)
-        out = product(quantize.rows(hidden, gated=True), self.down.plain(), routing.labels)
+        hidden = product(
+            quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), torch.bfloat16, labels=routing.labels
+        )
+        out = product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, labels=routing.labels)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, stored
+from deep_gemm.nn.casts import WeightGradient
+from deep_gemm.nn.products import FP8Product
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.quantize import Quantized
 from deep_gemm.tensors import shown
@@ -47,6 +49,17 @@ class Divisible(nn.Module):
         return parameter.to_local() if self.is_divided else parameter
 
 
+class Options(TypedDict, total=False):
+    """The keywords of all FP8 layers. Their defaults are in `FP8Weights`."""
+
+    mode: Mode
+    weight_gradient: WeightGradient
+    recast: Recast
+    fuse_wgrad_accumulation: bool
+    device: Any
+    dtype: torch.dtype | None
+
+
 class FP8Weights(Divisible):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
@@ -56,14 +69,21 @@ class FP8Weights(Divisible):
     def __init__(
         self,
         shape: tuple[int, ...],
-        mode: Mode,
-        recast: Recast,
-        fuse_wgrad_accumulation: bool,
-        device: Any,
-        dtype: torch.dtype,
+        *,
+        mode: Mode = "training",
+        weight_gradient: WeightGradient = "1x128",
+        recast: Recast = "always",
+        fuse_wgrad_accumulation: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        check_word("mode", mode, Mode)
-        check_word("recast", recast, Recast)
+        dtype = dtype or torch.get_default_dtype()
+        for name, value, words in (
+            ("mode", mode, Mode),
+            ("weight_gradient", weight_gradient, WeightGradient),
+            ("recast", recast, Recast),
+        ):
+            check_word(name, value, words)
         if wrong := why_not(shape[-1], shape[-2], dtype):
             raise InvalidInputError(f"{wrong}.")
         super().__init__()
@@ -71,7 +91,8 @@ class FP8Weights(Divisible):
         """Whether FSDP2 gathers the weight for each pass. It writes to the same memory without counting versions, so
         that no cast is kept; backward makes one of its own, since one that is saved would stay whole in memory."""
         self.out_features, self.in_features = shape[-2:]
-        self.mode, self.recast, self.fuse_wgrad_accumulation = mode, recast, fuse_wgrad_accumulation
+        self.mode, self.weight_gradient, self.recast = mode, weight_gradient, recast
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
         if mode == "inference":
             self.set_stored(stored.empty(shape, device))
@@ -103,13 +124,22 @@ class FP8Weights(Divisible):
         """The weight in FP8, and its transpose."""
         return self._kept() if self._keeps() else casts.weights(self.own(self.weight).detach())
 
-    def recorded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it."""
+    def casts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it, since
+        the weight is resharded."""
         weight = self.own(self.weight)
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
         plain, turned = self.both()
         return weight, *plain, *turned
+
+    def recorded(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *places: Tensor) -> Tensor:
+        """The product of x and the weight, of which autograd records the gradients. ``places`` are the labels of rows
+        and the sizes of groups."""
+        weight, *cast = self.casts()
+        how = *(places or (None, None)), dtype, self.main_grad(), self.weight_gradient
+        result: Tensor = FP8Product.apply(x, weight, bias, *cast, *how)
+        return result
 
     def _keeps(self) -> bool:
         if self.recast != "when changed" or self.is_resharded:

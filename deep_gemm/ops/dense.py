@@ -18,7 +18,7 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .finished import FUSED, Finished
+from .finished import FUSED, Finished, with_bias
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .quantize import check_written
@@ -201,3 +201,5 @@ fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in
 """The functions behind the public ones; ``form`` is their last argument."""
 for _name in (FP8, BF16, FP16):
     Finished(Dense, _name)
+fp8_bias, bf16_bias, fp16_bias = (with_bias(Dense, _name) for _name in (FP8, BF16, FP16))
+"""The same with a bias as the epilogue: see `finished.with_bias`."""

@@ -13,6 +13,8 @@ from deep_gemm.kernels.expressions import VECTORS
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
+from .table import DTYPES
+
 FUSED = ("row_factor", "bias", "residual", "sfd", *VECTORS)
 """The tensors of an epilogue, and the scales of a d of FP8."""
 
@@ -24,6 +26,21 @@ def call(kind: Callable[..., Operation], product: str, given: Mapping[str, Any],
     """Call the operation ``kind`` of ``product`` with an epilogue that has ``tensors``; ``given`` are all arguments."""
     function, names = _entry(kind, product, given.get("c") is not None, tensors)
     function(*[given[name] for name in names])
+
+
+def with_bias(kind: Callable[..., Operation], product: str) -> Callable[..., None]:
+    """``function(a, b, d, bias, form)``: the call of ``product`` with `Epilogue(bias)` and no other option, without
+    making one for each call."""
+    defaults = {parameter.name: parameter.default for parameter in _traced[product].arguments}
+
+    def call_with_bias(a: Any, b: Any, d: Tensor, bias: Tensor, form: str = "nt") -> None:
+        named = {"a": a, "b": b, "d": d, "epilogue": f"bias:{DTYPES[bias.dtype]}", "form": form, "bias": bias}
+        if torch.compiler.is_compiling() and records(product, {**defaults, **named}):
+            return
+        function, names = _entry(kind, product, False, ("bias",))
+        function(*[named[name] if name in named else defaults[name] for name in names])
+
+    return call_with_bias
 
 
 def records(product: str, given: Mapping[str, Any]) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
-from deep_gemm.tensors import is_fake, is_sharded
+from deep_gemm.tensors import DTENSOR, is_fake, is_sharded
 
 NAMESPACE = "deep_gemm_jit"
 
@@ -111,6 +111,8 @@ def register_all() -> tuple[str, ...]:
 def is_recorded(arguments: Sequence[Any]) -> bool:
     """Whether a call is one of its operator: its tensors are DTensors; or it belongs to a program that is exported
     without reading our code, and they are fake. The flag alone says only that some thread of the process compiles."""
+    if DTENSOR not in sys.modules and not torch.compiler.is_compiling():
+        return False  # as most calls are
     tensors = [x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))]
     return is_sharded(tensors) or (torch.compiler.is_compiling() and is_fake(tensors))
 

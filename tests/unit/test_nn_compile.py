@@ -88,16 +88,19 @@ def test_a_mixture_is_compiled() -> None:
 
 @pytest.mark.limit(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.parametrize("name", ["1x128", "fused"])
+@pytest.mark.parametrize("name", ["1x128", "fused", "bias"])
 def test_inductor_adds_no_kernel_that_copies(name: str) -> None:
-    module = nn.FP8Linear(256, 384, bias=False, **({"fuse_wgrad_accumulation": True} if name == "fused" else {}))
+    module = nn.FP8Linear(
+        256, 384, bias=name == "bias", **({"fuse_wgrad_accumulation": True} if name == "fused" else {})
+    )
     weight: Any = module.weight
     weight.main_grad = torch.zeros(384, 256)
     compiled = torch.compile(module, fullgraph=True)
     x, dy = matrix(128, 256).requires_grad_(), matrix(128, 384)
-    _, codes = run_and_get_code(lambda: compiled(x).backward(dy))
-    assert len(codes) == 2
+    backward = name != "bias"  # whose gradient is a sum, by a kernel of inductor's
+    _, codes = run_and_get_code(lambda: compiled(x).backward(dy) if backward else compiled(x))
+    assert len(codes) == 1 + backward
     for code in codes:
-        assert "torch.ops.deep_gemm_jit.fp8_gemm.default(" in code
+        assert f"torch.ops.deep_gemm_jit.fp8_gemm{'' if backward else '_epilogue'}.default(" in code
         assert "cpp_fused" not in code
         assert "copy_(" not in code

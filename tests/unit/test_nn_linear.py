@@ -7,11 +7,13 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import linear
 import pytest
 import torch
+from gpu_fakes import FakeGpu
 from nn_cases import (
     BOUNDS,
     IN,
@@ -30,8 +32,10 @@ from nn_cases import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import deep_gemm
 from deep_gemm import InvalidInputError
 from deep_gemm.nn import BF16Linear, FP8Linear, casts
+from deep_gemm.tensors import DTENSOR
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -281,3 +285,73 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
+
+
+def functions(call: Callable[[], object]) -> int:
+    """How many functions of the package a call enters."""
+    found, package = [], str(Path(deep_gemm.__file__).parent)
+
+    def seen(frame: Any, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith((package, "<deep_gemm")):
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return len(found)
+
+
+@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
+def test_a_step_enters_few_functions(
+    gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls on fresh tensors are replays; some steps also make records for addresses that come again. It was 84 and 51,
+    and the bias another kernel."""
+    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)  # where it is loaded, calls look for DTensors
+    made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
+    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
+    counts, y = [], list[Tensor]()
+    for _ in range(12):
+        before = len(gpu.launched)
+        counts.append((functions(lambda: y.append(made(x))), functions(lambda: y.pop().backward(dy))))
+        assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
+    assert min(count for count, _ in counts) <= forward
+    assert min(count for _, count in counts) <= backward
+
+
+@pytest.mark.parametrize("made", [*MADE.values(), lambda: deep_gemm.nn.MoE(IN, 64, 4, 2)], ids=[*MADE, "mixture"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_transform_is_refused_in_words(made: Callable[[], Any], grad: bool) -> None:
+    module, x = made(), matrix(3, 16, IN)
+    with torch.set_grad_enabled(grad), pytest.raises(InvalidInputError, match=r"torch.func.vmap.*may have any rank"):
+        torch.func.vmap(module)(x)
+    assert module(x).shape[:2] == (3, 16)
+
+
+class Tagged(Tensor):
+    """A subclass that only has a name of its own."""
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+def test_a_subclass_of_tensors_is_taken(made: Callable[[], Any]) -> None:
+    module, x = made(), matrix(16, IN)
+    tagged: Any = x.as_subclass(Tagged).requires_grad_()
+    y = module(tagged)
+    assert torch.equal(y.as_subclass(Tensor), module(x))
+    y.sum().backward()
+    assert tagged.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_a_bias_alone_takes_a_gradient(mode: Any) -> None:
+    """Weights are frozen, as beside adapters, and x takes no gradient."""
+    made = FP8Linear.from_linear(torch.nn.Linear(IN, OUT), mode=mode)
+    made.weight.requires_grad_(False)
+    dy = matrix(48, OUT)
+    made(matrix(48, IN)).backward(dy)
+    assert made.bias is not None
+    assert made.bias.grad is not None
+    torch.testing.assert_close(made.bias.grad, dy.float().sum(0))

@@ -13,7 +13,7 @@ from nn_cases import BOUNDS, EXPERT_BOUNDS, IN, OUT, check, experts_exact, exper
 
 import deep_gemm
 from deep_gemm import InvalidInputError
-from deep_gemm.nn import FP8GroupedLinear, MoE, Routing, grouped, moe
+from deep_gemm.nn import FP8GroupedLinear, MoE, Routing, moe, products
 
 EXPERTS = 5
 
@@ -51,9 +51,9 @@ def test_results_and_gradients_are_near_those_in_float64(tokens: int, chosen: li
 def test_a_wrong_part_is_seen(module: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, layer, x, dy = getattr(module, part), mixture(), matrix(37, IN), matrix(37, IN)
 
-    def wrong(a: Any, *rest: Any) -> Any:
+    def wrong(a: Any, *rest: Any, **named: Any) -> Any:
         first = a.flip(0) if isinstance(a, torch.Tensor) else tuple(x.flip(0) for x in a)
-        return right(first, *rest)
+        return right(first, *rest, **named)
 
     monkeypatch.setattr(module, part, wrong)
     with pytest.raises(AssertionError, match="dx"):
@@ -141,7 +141,7 @@ def test_groups_of_rows_have_layers_of_their_own(dtype: torch.dtype, recipe: Any
     assert not y[routing.labels < 0].any()
     with torch.no_grad():
         assert torch.equal(layer(x, routing), y)
-    assert grouped.GroupedProduct.__name__ in str(y.grad_fn)
+    assert products.FP8Product.__name__ in str(y.grad_fn)
 
 
 @settings(deadline=None, max_examples=50)
