@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ OPERATIONS = ("fp8_gemm_nt", "bf16_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous",
 ROWS = (64, 8, 200, 1000, 4096, 16384)
 """M of the first call and of further ones."""
 N, K, GROUPS = 7168, 2048, 8
+PARTS = {"select": "choice", "build_and_load": "kernel found and loaded"}
+"""Of a first call, as debug_info() has them. The rest is checks, tensor maps, the launch and the kernel itself."""
 LIMITS = {"first": 10.0, "further": 5.0}
 """Milliseconds."""
 
@@ -77,6 +80,8 @@ def child(operation: str) -> None:
     imported = time.perf_counter() - start
     times = []
     every = calls(operation)
+    known = set(sys.modules)
+    new: Counter[str] = Counter()
     for call in every:
         before = deep_gemm.cache_info()["statistics"]["hits"]["pack"] if times else 0
         torch.cuda.synchronize()
@@ -84,10 +89,18 @@ def child(operation: str) -> None:
         call()
         torch.cuda.synchronize()
         took = time.perf_counter() - start
+        if not times:
+            new = Counter(name.partition(".")[0] for name in set(sys.modules) - known)
         times.append([took, deep_gemm.cache_info()["statistics"]["hits"]["pack"] - before])
     statistics_ = deep_gemm.cache_info()["statistics"]
     strange = sorted(name for name in ("jinja2", "deep_gemm.jit.source") if name in sys.modules)
-    print(json.dumps({"import": imported, "calls": times, "compiled": statistics_["compilations"], "strange": strange}))
+    found = {
+        "compiled": statistics_["compilations"],
+        "strange": strange,
+        "imports": new,
+        "parts": deep_gemm.debug_info()["plans"][0]["seconds"],
+    }
+    print(json.dumps({"import": imported, "calls": times, **found}))
 
 
 def main() -> int:
@@ -124,9 +137,13 @@ def main() -> int:
         new = [took for took, count in zip(median[1:], found[1:], strict=True) if count]
         imported = statistics.median(run["import"] for run in runs) * 1e3
         strange = sorted({name for run in runs for name in run["strange"]})
+        parts = [
+            f"{told} {statistics.median(run['parts'][what] for run in runs) * 1e3:.2f}" for what, told in PARTS.items()
+        ]
         print(
-            f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms; further kernels "
-            f"{', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"
+            f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms ({', '.join(parts)}); further "
+            f"kernels {', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"
+            f"; modules imported in the first call: {runs[0]['imports'] or 'none'}"
             + (f"; imported {', '.join(strange)}" if strange else ""),
             flush=True,
         )

@@ -1,4 +1,5 @@
-"""The first half of a gated MLP: one launch with SwiGLU and FP8 output, against our GEMM and our silu-and-cast kernel.
+"""The first half of a gated MLP, dense and of experts: one launch with SwiGLU and FP8 output, against our GEMM and our
+silu-and-cast kernel.
 
     python benchmarks/swiglu.py --output FILE
 
@@ -51,20 +52,80 @@ def dense(m: int, inner: int = INNER, hidden: int = HIDDEN) -> Calls:
     }
 
 
+def experts(groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up of each expert."""
+    each = [quantize.blocks(torch.randn(2 * INNER, HIDDEN, device="cuda").bfloat16() / 32) for _ in range(groups)]
+    return torch.stack([values for values, _ in each]), torch.stack([scales for _, scales in each])
+
+
+def contiguous(groups: int, rows: int) -> Calls:
+    """Groups of as many rows each."""
+    m = groups * rows
+    x, w = quantize.rows(torch.randn(m, HIDDEN, device="cuda").bfloat16()), experts(groups)
+    labels = torch.arange(groups, device="cuda", dtype=torch.int32).repeat_interleave(rows)
+    half = torch.empty(m, 2 * INNER, device="cuda", dtype=torch.bfloat16)
+    h, both = pair_of(m, INNER), pair_of(m, INNER)
+    d = torch.empty(m, INNER, device="cuda", dtype=torch.bfloat16)
+    product = deep_gemm.m_grouped_fp8_gemm_nt_contiguous
+
+    def apart() -> None:
+        product(x, w, half, labels)
+        fused.silu_and_mul(half, both)
+
+    return {
+        "product": lambda: product(x, w, half, labels),
+        "apart": apart,
+        "fused": lambda: product(x, w, h, labels, epilogue=SWIGLU),
+        "fused, bf16": lambda: product(x, w, d, labels, epilogue=SWIGLU),
+    }
+
+
+def masked(groups: int, rows: int, max_m: int) -> Calls:
+    """About ``rows`` rows in each group. Apart, all ``max_m`` rows are cast, since nobody knows which of them exist."""
+    values, scales = quantize.rows(torch.randn(groups * max_m, HIDDEN, device="cuda").bfloat16())
+    of_rows = deep_gemm.get_mn_major_tma_aligned_tensor(scales.reshape(groups, max_m, -1))
+    x, w = (values.view(groups, max_m, HIDDEN), of_rows), experts(groups)
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(rows // 2, rows * 3 // 2 + 1, (groups,), generator=generator).int().cuda()
+    half = torch.empty(groups, max_m, 2 * INNER, device="cuda", dtype=torch.bfloat16)
+    both = pair_of(groups * max_m, INNER)
+    h = pair_of(groups * max_m, INNER)[0].view(groups, max_m, INNER)
+    sf = torch.empty(groups, INNER // 128, max_m, device="cuda").mT  # as the next product reads them
+    d = torch.empty(groups, max_m, INNER, device="cuda", dtype=torch.bfloat16)
+    product = deep_gemm.m_grouped_fp8_gemm_nt_masked
+
+    def apart() -> None:
+        product(x, w, half, counts, rows)
+        fused.silu_and_mul(half.view(-1, 2 * INNER), both)
+
+    return {
+        "product": lambda: product(x, w, half, counts, rows),
+        "apart": apart,
+        "fused": lambda: product(x, w, (h, sf), counts, rows, epilogue=SWIGLU),
+        "fused, bf16": lambda: product(x, w, d, counts, rows, epilogue=SWIGLU),
+    }
+
+
 CASES: dict[str, tuple[str, Callable[[], Calls]]] = {
     "dense 4096": ("flush", lambda: dense(4096)),
     "dense 1024": ("flush", lambda: dense(1024)),
     "dense 8192, K 2048": ("flush", lambda: dense(8192, 2048, 2048)),
     "dense 64 in a graph": ("graph", lambda: dense(64)),
+    "contiguous 8 x 4096": ("flush", lambda: contiguous(8, 4096)),
+    "contiguous 32 x 256": ("flush", lambda: contiguous(32, 256)),
+    "masked 32 x 20 in a graph": ("graph", lambda: masked(32, 20, 64)),
+    "masked 8 x 20 in a graph": ("graph", lambda: masked(8, 20, 64)),
+    "masked 32 x 20 of 1024 in a graph": ("graph", lambda: masked(32, 20, 1024)),
 }
 
 
 def measured(mode: str, make: Callable[[], Calls], repeats: int) -> dict[str, float]:
     if mode == "flush":
         return timing.flush(make(), repeats=repeats)
+    before = torch.cuda.memory_allocated()
     first = make()
-    weights = 2 * INNER * HIDDEN
-    sets = [first, *(make() for _ in range(timing.GRAPH_WEIGHT_BYTES // weights))]
+    held = max(2 * INNER * HIDDEN, torch.cuda.memory_allocated() - before)
+    sets = [first, *(make() for _ in range(timing.GRAPH_WEIGHT_BYTES // held))]
     return timing.graph({name: [calls[name] for calls in sets] for name in first})
 
 
@@ -88,7 +149,7 @@ def main(output: Path | None, names: tuple[str, ...], repeats: int) -> None:
             with output.open("a") as file:
                 file.write(json.dumps({**row, **origin}) + "\n")
         times = ", ".join(f"{name} {us:.1f}" for name, us in row["us"].items())
-        click.echo(f"{row['case']:24} {times} us; apart / fused {row['speedup']:.3f}")
+        click.echo(f"{row['case']:34} {times} us; apart / fused {row['speedup']:.3f}")
 
 
 if __name__ == "__main__":

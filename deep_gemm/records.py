@@ -61,8 +61,14 @@ def _key(names: list[str]) -> Callable[[object], tuple[object, ...]]:
 
 def _made(cls: type, eq: bool) -> type:
     cls.__doc__ = cls.__doc__ or cls.__name__  # otherwise `dataclass` writes a signature there, which takes long
+    texts = vars(cls).get("__annotations__", {})
+    # In annotations that are texts `dataclass` looks for ClassVar and its like, which takes half of its time.
+    cls.__annotations__ = {name: text if "Var" in text or "KW_ONLY" in text else object for name, text in texts.items()}
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
+    cls.__annotations__ = texts
     fields = dataclasses.fields(cls)
+    for field in fields:
+        field.type = texts.get(field.name, field.type)
     if any(not field.init or field.kw_only for field in fields):
         raise TypeError(f"{cls.__qualname__} has a field that is no argument, or by keyword only: use dataclasses")
     methods = {"__init__": _init(cls, fields), "__repr__": _repr, "__setattr__": _setattr, "__delattr__": _delattr}

@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
@@ -133,7 +132,8 @@ def _parse_size(value: object) -> int | None:
     if match is None:
         raise ValueError
     number, prefix, binary = match.groups()
-    size = int(Decimal(number) * (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0))
+    whole, _, part = number.partition(".")
+    size = int(whole + part) * (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0) // 10 ** len(part)
     if size == 0:
         raise ValueError
     return size

@@ -9,14 +9,15 @@ from typing import Any
 from deep_gemm.records import record
 
 # NVRTC 12.9 prefixes continuation lines with "ptxas         .", NVCC does not, so nothing here anchors at line start.
-_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
-_FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
-_REGISTERS = re.compile(r"Used (\d+) registers")
-_BARRIERS = re.compile(r"used (\d+) barriers")
-_SHARED = re.compile(r"(\d+) bytes smem")
-_STACK = re.compile(r"(\d+) bytes cumulative stack size")
-_TIME = re.compile(r"Compile time = ([\d.]+) ms")
-_WARNING = re.compile(r"\bwarning\b|Potential Performance Loss|serializ", re.IGNORECASE)
+# Compiled when a log is read: most processes read none.
+_ENTRY = r"Compiling entry function '([^']+)'"
+_FRAME = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+_REGISTERS = r"Used (\d+) registers"
+_BARRIERS = r"used (\d+) barriers"
+_SHARED = r"(\d+) bytes smem"
+_STACK = r"(\d+) bytes cumulative stack size"
+_TIME = r"Compile time = ([\d.]+) ms"
+_WARNING = r"(?i)\bwarning\b|Potential Performance Loss|serializ"
 
 
 @record(frozen=True)
@@ -98,14 +99,14 @@ def parse_ptxas(log: str, name: str) -> Resources | None:
     found = False
     warnings: list[str] = []
     for line in log.splitlines():
-        if _WARNING.search(line):
+        if re.search(_WARNING, line):
             warnings.append(line.strip())
-        if match := _ENTRY.search(line):
+        if match := re.search(_ENTRY, line):
             current = match.group(1)
-        elif match := _FRAME.search(line):
+        elif match := re.search(_FRAME, line):
             frame = [int(text) for text in match.groups()]
             stack, stores, loads = max(stack, frame[0]), max(stores, frame[1]), max(loads, frame[2])
-        elif (match := _REGISTERS.search(line)) and current == name:
+        elif (match := re.search(_REGISTERS, line)) and current == name:
             found = True
             registers = int(match.group(1))
             barriers = _number(_BARRIERS, line)
@@ -118,10 +119,10 @@ def parse_ptxas(log: str, name: str) -> Resources | None:
 
 def ptxas_seconds(log: str) -> float | None:
     """How long ptxas worked, if `log` says so."""
-    times = _TIME.findall(log)
+    times = re.findall(_TIME, log)
     return sum(float(text) for text in times) / 1000 if times else None
 
 
-def _number(pattern: re.Pattern[str], line: str) -> int:
-    match = pattern.search(line)
+def _number(pattern: str, line: str) -> int:
+    match = re.search(pattern, line)
     return int(match.group(1)) if match else 0

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import batched_cases
 import batched_mutations
+import gated_mutations
+import gated_runs
 import grouped_mutations
 import half_mutations
 import head_cases
@@ -65,6 +67,9 @@ OTHERS: list[KernelParams] = [
     case(FP8_SCALED_SWAPPED, 24, 2, 2, store="direct"),
 ]
 """16-bit kernels, and FP8 kernels with any scaling, of every kind."""
+
+GROUPED: list[KernelParams] = [*grouped_mutations.KERNELS.values(), *gated_mutations.KERNELS.values()]
+"""Kernels with groups, and those with a gate."""
 
 
 def chosen(every: int) -> list[KernelParams]:
@@ -111,7 +116,9 @@ def run_other(params: KernelParams, function: Function, stream: int) -> bool:
 
 
 def oracle(params: KernelParams) -> Callable[[KernelParams, Builder], bool]:
-    """Says whether a kernel of groups, of a batch or of heads is right."""
+    """Says whether a kernel of groups, of a batch, of heads or with a gate is right."""
+    if params in gated_mutations.KERNELS.values():
+        return gated_runs.is_right
     if params.kernel not in {each.kernel for each in batched_mutations.KERNELS.values()}:
         return is_right
     return head_cases.is_right if params.grouping == "heads" else batched_cases.is_right
@@ -181,7 +188,7 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         if not float(calc_diff(d, exact_product(*a, *b))) < 1e-5 or not torch.equal(d, early):
             wrong += 1
             print(f"wrong: {params}")
-    for params in named([*grouped_mutations.KERNELS.values(), *batched_mutations.KERNELS.values()], name):
+    for params in named([*GROUPED, *batched_mutations.KERNELS.values()], name):
         count += 1
         if not oracle(params)(params, builder):
             wrong += 1

@@ -25,7 +25,7 @@ KernelT = TypeVar("KernelT", bound="Kernel")
 @functools.lru_cache(maxsize=1)
 def registry() -> Mapping[str, Kernel]:
     """Every kernel family by name."""
-    return MappingProxyType({**_gemms(), **_others()})
+    return MappingProxyType({**gemms(), **_others()})
 
 
 @functools.cache
@@ -34,17 +34,18 @@ def get(name: str) -> Kernel:
     from .other_families import OTHERS
 
     others = [of for of, (known, *_) in OTHERS.items() if known == name]
-    return _other(others[0]) if others else _gemms()[name]
+    return _other(others[0]) if others else gemms()[name]
 
 
 def gemm_family(name: str) -> GemmFamily:
     """The GEMM family called ``name``; KeyError if there is none."""
-    return _gemms()[name]
+    return gemms()[name]
 
 
 @functools.lru_cache(maxsize=1)
-def _gemms() -> Mapping[str, GemmFamily]:
-    from .families import GEMMS  # here: a call of a warmed process needs none of them until it launches
+def gemms() -> Mapping[str, GemmFamily]:
+    """The GEMM families by name."""
+    from .families import GEMMS  # here: casts need none of them
 
     return {family.name: family for family in GEMMS}
 
@@ -68,7 +69,7 @@ def _other(of: type) -> Kernel:
 def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     """The families that can compute ``spec`` and, if ``arch`` is given, can be built for it. Raises UnsupportedError,
     with each family's reason, if there is none."""
-    every = list(_gemms().values())
+    every = list(gemms().values())
     likely = [family for family in every if spec.grouping in family.groupings and spec.a.dtype in family.dtypes]
     # All are asked only for the reasons of each.
     return [family for family in likely if _reason(family, spec, arch) is None] or _able(every, spec, arch)

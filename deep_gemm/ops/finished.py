@@ -58,6 +58,7 @@ class Finished(Operation):
         self.name, self._kind, self._product = f"{product}_epilogue", kind, product
         every = kind(product, True, FUSED)
         self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
+        self.kept = every.kept
         required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
         self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
         self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]

@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
-from .. import options
+from .. import kernels, options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels import epilogues
 from ..kernels.expressions import VECTORS
@@ -25,6 +25,8 @@ from .epilogue import given_epilogue
 from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
+
+kernels.gemms()  # imported here: every product needs them, and in a first call they would take half of its time
 
 TENSOR, PAIR = "Tensor", "tuple[Tensor, Tensor]"
 C = Parameter("c", "Tensor | None", None)

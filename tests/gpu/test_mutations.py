@@ -9,6 +9,8 @@ import batched_cases
 import batched_mutations
 import epilogue_mutations
 import epilogue_runs
+import gated_mutations
+import gated_runs
 import grouped_mutations
 import grouped_runs
 import half_mutations
@@ -109,6 +111,10 @@ def batched(params: KernelParams, builder: Builder, binary: Binary, k: int) -> d
     return {"result": run.is_right(params, builder)}
 
 
+def gated(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": gated_runs.is_right(params, builder)}
+
+
 def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
     (run,) = (run for run in rows_mutations.RUNS.values() if run.params == params)
     return {"result": run.is_right(load(params, binary))}
@@ -126,6 +132,7 @@ ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool
     half_mutations: half,
     grouped_mutations: grouped,
     batched_mutations: batched,
+    gated_mutations: gated,
     rows_mutations: rows,
     epilogue_mutations: finished,
 }

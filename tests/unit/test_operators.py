@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from deep_gemm import InvalidInputError, fused, quantize
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Calls
+from deep_gemm.runtime.operation import REQUIRED
 
 BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
 OPERATORS = deep_gemm.register_operators()
@@ -209,6 +211,22 @@ def test_a_wrong_call_says_the_same_when_it_is_traced() -> None:
 EPILOGUE = {"alpha": 0.5, "epilogue": "bias:f32+relu", "form": "nt"}
 
 
+def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
+    """Arguments of the operator with an epilogue."""
+    x = {name: tensor for name, tensor in CALLS[function].tensors().items() if name != "c"}
+    variants, _ = operators._entries[f"{operator}_epilogue"]
+    bias = torch.ones(*x["b"].shape[:-2], x["d"].shape[-1])
+    layouts = {"grouped_layout": x.get("layout"), "masked_m": x.get("layout"), "expected_m": 8}
+    named = {"d": x["d"], **layouts, **EPILOGUE, "bias": bias}
+    found: list[Any] = []
+    for parameter in variants[0].arguments:
+        if parameter.type == operators._PAIR and parameter.name in "ab":
+            found += paired(x, parameter.name)
+        elif parameter.use != "refused":
+            found.append(x[parameter.name] if parameter.name in "ab" else named.get(parameter.name, parameter.default))
+    return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
+
+
 @functools.cache
 def arguments() -> dict[str, tuple[Any, ...]]:
     """Arguments of each operator, from the calls of public functions."""
@@ -228,18 +246,9 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         for call in CALLS.values():
             call.call(call.tensors())
         for kind in ("bf16", "fp16", "fp8"):
-            x = {name: tensor for name, tensor in CALLS[f"{kind}_gemm_nt"].tensors().items() if name != "c"}
-            variants, _ = operators._entries[f"{kind}_gemm_epilogue"]
-            named = {
-                "a": paired(x, "a"),
-                "b": paired(x, "b"),
-                "d": x["d"],
-                **EPILOGUE,
-                "bias": torch.ones(x["d"].shape[1]),
-            }
-            rest = [named.get(each.name) for each in variants[0].arguments[3:]]
-            parts = [part for each in (named["a"], named["b"]) for part in (each if kind == "fp8" else (each,))]
-            found[f"{kind}_gemm_epilogue"] = (*parts, x["d"], *rest)
+            found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
+        for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):
+            found |= finished(f"m_grouped_{kind}_gemm_{form}", f"m_grouped_{kind}_gemm_nt_{form}")
     return found
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import batched_cases
 import batched_mutations
+import gated_mutations
+import gated_runs
 import grouped_mutations
 import grouped_runs
 import head_cases
@@ -39,11 +41,13 @@ def test_logits_their_schedule_and_the_prenorm_product_are_run() -> None:
     assert len(products) == len(set(products)) == len(PRENORM.configs(SM90))
 
 
-def test_each_kernel_of_a_batch_has_its_oracle() -> None:
+def test_each_kernel_of_a_batch_or_with_a_gate_has_its_oracle() -> None:
     for params in batched_mutations.KERNELS.values():
         assert sanitize.oracle(params) is (head_cases if params.grouping == "heads" else batched_cases).is_right
     for params in grouped_mutations.KERNELS.values():
         assert sanitize.oracle(params) is grouped_runs.is_right
+    for params in gated_mutations.KERNELS.values():
+        assert sanitize.oracle(params) is gated_runs.is_right
     assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched"} <= {
         params.kernel for params in batched_mutations.KERNELS.values()
     }

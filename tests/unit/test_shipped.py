@@ -64,7 +64,7 @@ def test_a_new_family_ships_with_its_serving_set(monkeypatch: pytest.MonkeyPatch
     known = kernels.gemm_family("sm90_fp8_grouped")
     rows = ((64, 64, (1, 1), 2, 2), *known.serving[2:])
     added = replace(known, name="sm90_fp8_more", serving=rows)
-    monkeypatch.setattr(kernels, "_gemms", lambda: {added.name: added, known.name: known})
+    monkeypatch.setattr(kernels, "gemms", lambda: {added.name: added, known.name: known})
     monkeypatch.setattr(ops.table, "PRODUCTS", {"masked": ops.PRODUCTS["m_grouped_fp8_gemm_nt_masked"]})
     found = [params for params in shipped.kernels_of() if params.kernel == added.name]
     by_tma = {(params.config.tile, params.segments) for params in found if params.store == "tma"}

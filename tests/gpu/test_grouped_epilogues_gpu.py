@@ -1,0 +1,258 @@
+"""Epilogues of products grouped by M on a GPU: every config with a gate, launched directly; and calls, against dense
+products of each group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import gated_runs
+import pytest
+import torch
+from built import built, kernels_of
+from chosen import entry
+from forced import compiled, nvrtc
+from gpu_cases import DEVICE
+from grouped_cases import BF16, E4M3, FORMS, KINDS, Case, Routing, call, strides
+
+import deep_gemm
+from deep_gemm import Epilogue, quantize
+from deep_gemm.arch import SM90
+from deep_gemm.jit import Binary, Builder
+from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.ops.reference import Finish
+from deep_gemm.params import KernelParams
+from deep_gemm.spec import SCALE_BLOCK, align
+from deep_gemm.testing import guarded
+
+cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+F32 = torch.float32
+INNER, K = 512, 656
+ROUTING = Routing((70, 0, 1, 128, 300, 5), Routing((70, 0, 1, 128, 300, 5)).end + 200)
+MAX_M = 301
+
+CASES = [
+    FP8_GATED.case(config, grouping=form, output=output, epilogue=text)
+    for config in FP8_GATED.configs(SM90)
+    for form in FORMS
+    for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
+    if config.cluster_size == 1 and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
+]
+Binaries = dict[KernelParams, Future[Binary]]
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
+    found = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
+    with compiled((params, found, params) for params in CASES) as binaries:
+        for binary in binaries.values():
+            binary.result()
+        yield found
+
+
+@cuda_only
+@pytest.mark.parametrize("params", CASES, ids=entry)
+def test_every_config(params: KernelParams, builder: Builder) -> None:
+    gated_runs.check(params, builder)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all": {"alpha": 0.5, "clamp": 1.5, "bias": True, "row_factor": True},
+    "powers of two": {"use_ue8m0": True},
+}
+
+
+def parts_of(name: str, case: Case) -> dict[str, Any]:
+    """The tensors of all groups."""
+    made = {"bias": random(len(case.routing.counts), case.n, seed=5), "row_factor": random(case.routing.m, seed=6)}
+    return {part: made.get(part, value) for part, value in PARTS[name].items()}
+
+
+def in_form(case: Case, form: str, parts: dict[str, Any], max_m: int) -> Epilogue:
+    parts = dict(parts)
+    if form == "masked" and "row_factor" in parts:
+        parts["row_factor"] = case.spread(parts["row_factor"][:, None], max_m)[..., 0]
+    return Epilogue(activation="swiglu", **parts)
+
+
+def wanted(case: Case, parts: dict[str, Any]) -> torch.Tensor:
+    """A dense product with float32 output for each group."""
+    found = torch.full((case.routing.m, case.n // 2), float("nan"), device=DEVICE)
+    for group, rows in enumerate(case.routing.slices()):
+        own = {name: value for name, value in parts.items() if name != "use_ue8m0"}
+        own |= {"bias": own["bias"][group], "row_factor": own["row_factor"][rows]} if "bias" in own else {}
+        epilogue = Epilogue(activation="swiglu", **own)
+        a, b = (case.a[rows], case.sfa[rows]), (case.b[group], case.sfb[group])
+        deep_gemm.fp8_gemm_nt(a, b, found[rows], epilogue=epilogue)
+    return found
+
+
+def cast(case: Case, form: str, parts: dict[str, Any], max_m: int = MAX_M, **options: Any) -> Any:
+    """FP8 values and scales of a call, with NaN around them and in them before."""
+    a, b, layout = case.arguments(form, max_m)
+    rows, columns = a[0].shape[:-1], case.n // 2
+    values = guarded((*rows, columns), E4M3, DEVICE, strides(rows, columns + 16))
+    step, blocks = align(rows[-1], 4) + 4, columns // SCALE_BLOCK
+    of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
+    scales = guarded((*rows, blocks), F32, DEVICE, of_scales)
+    pair = values.tensor, scales.tensor
+    call("fp8", form, a, b, pair, layout, epilogue=in_form(case, form, parts, max_m), **options)
+    values.check(f"d of {form}")
+    scales.check(f"the scales of d of {form}")
+    return pair
+
+
+def case_of(routing: Routing = ROUTING) -> Case:
+    case = Case("fp8", routing, 2 * INNER, K, DEVICE)
+    case.sfb /= 16  # sums are about 1
+    return case
+
+
+def results(name: str) -> Any:
+    """FP8 and bfloat16 of each form, and the float32 results."""
+    case = case_of()
+    parts, found = parts_of(name, case), []
+    for form in FORMS:
+        a, b, layout = case.arguments(form, MAX_M)
+        rows = a[0].shape[:-1]
+        half = torch.zeros(*rows, INNER, dtype=BF16, device=DEVICE)
+        plain = {part: value for part, value in parts.items() if part != "use_ue8m0"}
+        call("fp8", form, a, b, half, layout, epilogue=in_form(case, form, plain, MAX_M))
+        found.append((form, cast(case, form, parts), half))
+    exact = case.gathered(wanted(case, parts))
+    quantize.rows(exact, use_ue8m0=name == "powers of two")  # its kernel is built with the others
+    return case, found, exact
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_group_is_as_a_product_of_its_own(name: str) -> None:
+    """FP8 is the cast of the float32 result, and bfloat16 its rounding, bit for bit: cold, warm and replayed. Rows that
+    are not a group's are left as they were, or in the index form are zeros with the scale of zeros."""
+    for _ in range(3):
+        case, found, exact = results(name)
+        values, scales = quantize.rows(exact, use_ue8m0=name == "powers of two")
+        for form, d, half in found:
+            assert torch.equal(case.gathered(d[0].view(torch.uint8)), values.view(torch.uint8)), form
+            assert torch.equal(case.gathered(d[1]), scales), form
+            assert torch.equal(case.gathered(half), exact.to(BF16)), form
+            if form == "masked":
+                for group, count in enumerate(ROUTING.counts):
+                    assert bool((d[0].view(torch.uint8)[group, count:] == 255).all())
+                    assert bool((d[1].view(torch.int32)[group, count:] == -1).all())
+                continue
+            rest = d[0][ROUTING.end :].view(torch.uint8), d[1][ROUTING.end :]
+            least = 2.0**-22 if name == "powers of two" else torch.tensor(1e-4) / 448
+            if form == "psum":
+                assert bool((rest[0] == 255).all() and (rest[1].view(torch.int32) == -1).all())
+            else:
+                assert bool((rest[0] == 0).all() and (rest[1] == least).all())
+
+
+def routings() -> Any:
+    """FP8 results of the same 70 rows among others; the first is that of them alone."""
+    whole, found = case_of(), []
+    for counts in ((70,), (70, 300, 5), (70, 0, 1, 128)):
+        case = case_of(Routing(counts))
+        rows = slice(0, 70)
+        case.a[rows], case.sfa[rows] = whole.a[rows], whole.sfa[rows]
+        case.b[0], case.sfb[0] = whole.b[0], whole.sfb[0]
+        found += [cast(case, form, {}) for form in FORMS]
+        found += [
+            cast(case, "masked", {}, max_m, expected_m=expected_m) for max_m, expected_m in ((300, 4), (512, 512))
+        ]
+    return [tuple((x[0, :70] if x.dim() == 3 else x[:70]).clone() for x in pair) for pair in found]
+
+
+def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
+    (values, scales), *others = routings()
+    for other, sf in others:
+        assert torch.equal(other.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(sf, scales)
+
+
+def before_a_graph() -> Any:
+    """A masked call that was made once, what it reads, and d."""
+    case = case_of()
+    (a, sfa), b, counts = case.arguments("masked", MAX_M)
+    each = torch.ones(a.shape[:2], device=DEVICE)
+    d = torch.zeros(*a.shape[:2], INNER, device=DEVICE).to(E4M3), torch.zeros(*a.shape[:2], INNER // 128, device=DEVICE)
+    epilogue = Epilogue(activation="swiglu", row_factor=each)
+
+    def run() -> None:
+        deep_gemm.m_grouped_fp8_gemm_nt_masked((a, sfa), b, d, counts, 64, epilogue=epilogue)
+
+    run()
+    return case, run, counts, each, d
+
+
+@cuda_only
+def test_a_graph_reads_counts_and_factors_when_it_runs() -> None:
+    """A group of no rows leaves d as it was. Factors of a row scale its scales."""
+    _, run, counts, each, (values, scales) = before_a_graph()
+    torch.cuda.synchronize()
+    before = values.view(torch.uint8).clone(), scales.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    each.fill_(2.0)
+    values.view(torch.uint8).zero_()
+    scales.zero_()
+    counts[3] = 0
+    counts[4] = 17
+    graph.replay()
+    torch.cuda.synchronize()
+    rows = counts.tolist()
+    for group, count in enumerate(rows):
+        assert torch.equal(values.view(torch.uint8)[group, :count], before[0][group, :count])
+        assert torch.equal(scales[group, :count], 2 * before[1][group, :count])
+        assert not values.view(torch.uint8)[group, count:].any()
+        assert not scales[group, count:].any()
+
+
+def plain_parts(kind: str, activation: str | None) -> Any:
+    """Results of products whose sums are exact, in each form, with an epilogue; and the products."""
+    case, found = Case(kind, ROUTING, 264, K, DEVICE, integers=True), []
+    bias = torch.randint(-3, 4, (len(ROUTING.counts), case.n), generator=torch.Generator().manual_seed(1)).float()
+    each = torch.exp2(torch.randint(-2, 3, (ROUTING.m,), generator=torch.Generator().manual_seed(2)).float())
+    bias, each = bias.to(DEVICE), each.to(DEVICE)
+    for form in FORMS:
+        a, b, layout = case.arguments(form, MAX_M)
+        rows = (a[0] if kind == "fp8" else a).shape[:-1]
+        d = guarded((*rows, case.n), BF16, DEVICE, strides(rows, case.n))
+        factors = case.spread(each[:, None], MAX_M)[..., 0] if form == "masked" else each
+        epilogue = Epilogue(bias, activation, 0.25, row_factor=factors)
+        call(kind, form, a, b, d.tensor, layout, epilogue=epilogue)
+        d.check(f"d of {form}")
+        found.append((form, d.tensor))
+    return case, found, bias, each
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_parts(kind: str, activation: str | None) -> None:
+    """A bias of each group, factors of rows, and an activation: exact but for silu."""
+    case, found, bias, each = plain_parts(kind, activation)
+    exact, expected = case.exact(), torch.zeros(ROUTING.m, case.n, device=DEVICE)
+    for group, rows in enumerate(ROUTING.slices()):
+        finish = Finish(activation or "", 0.25, bias=bias[group], row_factor=each[rows])
+        expected[rows] = finish(exact[rows], (slice(None), slice(None)))
+    for form, d in found:
+        if activation == "silu":
+            torch.testing.assert_close(case.gathered(d).float(), case.gathered(expected), rtol=2**-8, atol=2**-100)
+        else:
+            assert torch.equal(case.gathered(d), case.gathered(expected).to(BF16)), form
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> Iterator[None]:
+    calls: list[Callable[[], object]] = [functools.partial(results, name) for name in PARTS]
+    calls += [functools.partial(plain_parts, kind, each) for kind in KINDS for each in (None, "relu", "silu")]
+    with built(kernels_of([*calls, routings, before_a_graph])):
+        yield
