@@ -52,15 +52,15 @@ class GroupedProduct(torch.autograd.Function):
         weight: Tensor,
         values: Tensor,
         scales: Tensor,
-        turned: Tensor,
-        turned_scales: Tensor,
+        turned: Tensor | None,
+        turned_scales: Tensor | None,
         labels: Tensor,
         sizes: Tensor,
         main: Any,
         wgrad: str,
     ) -> Tensor:
         plain, columns = casts.tokens(x, casts.BLOCKS[wgrad])
-        ctx.save_for_backward(*columns, turned, turned_scales, labels, sizes)
+        ctx.save_for_backward(*columns, weight if turned is None else turned, turned_scales, labels, sizes)
         ctx.main, ctx.wgrad, ctx.dtypes = main, wgrad, (x.dtype, weight.dtype)
         return product(plain, (values, scales), labels, x.dtype)
 
@@ -69,7 +69,7 @@ class GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, sfx, w, sfw, labels, sizes = ctx.saved_tensors
         plain, columns = casts.gradients(dy)
-        dx = product(plain, (w, sfw), labels, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dx = product(plain, casts.transposed(w, sfw), labels, ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = weight_gradient(columns, (x, sfx), sizes, ctx.dtypes[1], ctx.main, ctx.wgrad)
         return dx, dw, *(None,) * 8
 
@@ -125,10 +125,9 @@ class FP8GroupedLinear(FP8Weights):
             raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
         x = casts.row_major(x)
         if self.takes_gradient():
-            plain, turned = self.both()
             places = routing.labels, routing.sizes
             how = self.main_grad(), self.weight_gradient
-            return GroupedProduct.apply(x, self.weight, *plain, *turned, *places, *how)
+            return GroupedProduct.apply(x, *self.recorded(), *places, *how)
         if torch.is_grad_enabled() and x.requires_grad:
             raise InvalidInputError(
                 "x requires grad, and the weights of this layer take none: gradients end here. Call the layer under "

@@ -48,9 +48,7 @@ class FP8Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, sfx, w, sfw = ctx.saved_tensors
         rows, columns = casts.gradients(dy)
-        if sfw is None and ctx.needs_input_grad[0]:
-            w, sfw = casts.transposed(w.detach())
-        dx = product(rows, (w, sfw), ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dx = product(rows, casts.transposed(w, sfw), ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dw = None
         if ctx.main is not None:
             dense.fp8_gemm_nt(columns, (x, sfx), ctx.main, c=ctx.main, recipe=casts.RECIPES[ctx.wgrad])

@@ -68,9 +68,9 @@ class MGrouped(Gemm):
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
-            rest = {self.layout: "g", "row_factor": "gM", "bias": "gn", "sfd": "gMN"}
+            rest = {self.layout: "g", "row_factor": "gM", "bias": "gn", "sfd": "gMn"}
             return {"a": "gMk", "b": "gnk", "d": "gMn", **rest}
-        rest = {self.layout: "M", "row_factor": "M", "bias": "Gn", "sfd": "MN"}
+        rest = {self.layout: "M", "row_factor": "M", "bias": "Gn", "sfd": "Mn"}
         return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", **rest}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
