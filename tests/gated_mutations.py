@@ -14,13 +14,14 @@ KERNELS: dict[str, KernelParams] = {
     "halves": case(FP8_GATED, 64, 64, (1, 1), 2, 2, epilogue="swiglu"),
     "pair": case(FP8_GATED, 128, 256, (2, 1), 1, 1, epilogue="alpha+rows+bias:f32+swiglu", output="f32"),
     "cast": case(FP8_GATED, *_WIDE, epilogue="swiglu+clamp:2.0+fp8:ue8m0", output="e4m3"),
+    "few rows": case(FP8_GATED, 64, 256, (1, 1), 2, 1, epilogue="rows+bias:f32+swiglu+fp8", output="e4m3"),
     "labels": case(FP8_GATED, *_WIDE, epilogue="bias:f32+swiglu+fp8", output="e4m3", grouping="contiguous"),
     "ends": case(FP8_GATED, 64, 128, (1, 1), 2, 1, epilogue="swiglu", grouping="psum"),
     "counts": case(FP8_GATED, *_WIDE, epilogue="rows+bias:bf16+swiglu+clamp:2.0+fp8", output="e4m3", grouping="masked"),
 }
 """Dense and in each form of groups, with and without FP8 output."""
 
-CAST = "cast", "labels", "counts"
+CAST = "cast", "few rows", "labels", "counts"
 
 # fmt: off
 MUTATIONS = [
@@ -29,7 +30,8 @@ MUTATIONS = [
     Mutation("load gate's rows of B for up", "operand.cuh", "row + half * (from.edge / 2)", "row", tuple(KERNELS)),
     Mutation("take gate's scales of B for up", "fp8_scaled.cuh", "(tile.column + scale * kernel.n()) / 256",
              "tile.column / 256", tuple(KERNELS)),
-    Mutation("add gate's bias to up", "finish.cuh", "return n + at(i);", "return at(i);", ("pair", "labels")),
+    Mutation("add gate's bias to up", "finish.cuh", "return n + at(part + i);", "return at(part + i);",
+             ("pair", "few rows", "labels")),
     Mutation("cast a row by the scale of the one eight above", "finish.cuh",
              "sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]", "sum[i + 2] * inverse[0], sum[i + 3] * inverse[0]",
              ("labels", "counts")),  # powers of two are alike

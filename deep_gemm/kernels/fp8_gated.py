@@ -10,11 +10,15 @@ from ..arch import ArchSpec
 from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec
 from . import serving
+from .epilogues import parse
 from .fp8_scaled import Fp8Scaled
 from .gemm import ALONG_M, GemmFamily
 
 _WIDTHS = (64, 128, 256)
 """Columns of tiles, of which half are gate's: each half lies in one block of B's scales."""
+
+_FEW_ROWS = 64, 256
+"""The tile for FP8 output of few rows."""
 
 
 class Fp8Gated(Fp8Scaled):
@@ -44,9 +48,13 @@ class Fp8Gated(Fp8Scaled):
         return super().illegal(config, arch)
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
-        """With groups there are no clusters. FP8 is written by tiles that have all columns of a scale."""
+        """With groups there are no clusters. FP8 is written by tiles that have all columns of a scale. A lone consumer
+        of these has no registers for groups and for alpha."""
         if spec.grouping != "none" and config.cluster_size > 1:
             return False
+        if config.tile == _FEW_ROWS:
+            alone = spec.grouping == "none" and not parse(spec.epilogue).alpha
+            return alone and spec.d.dtype == "e4m3" and super().fits(spec, config, accumulate, scaling)
         if spec.d.dtype == "e4m3" and self.columns_of_d(config.block_n) != SCALE_BLOCK:
             return False
         return super().fits(spec, config, accumulate, scaling)

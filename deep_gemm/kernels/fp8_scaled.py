@@ -21,6 +21,9 @@ CLUSTERS = ((1, 1), (2, 1), (1, 2))
 REGISTERS = {1: (40, 208), 2: (40, 232)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups. Producers with 24 spill."""
 
+_ALL_REGISTERS = 255
+"""Of a thread, if no CTA shares the SM, and producers have as many."""
+
 PROMOTION = {"1d1d": 2 * PROMOTION_CYCLES, "1d2d": PROMOTION_CYCLES, "rowwise": PROMOTION_CYCLES, "none": 0.0}
 """Cycles in which a consumer promotes one column of an m64 slice. With 1D1D each element is multiplied twice."""
 
@@ -133,7 +136,7 @@ class Fp8Scaled(Template):
         units = c.slices * c.block_n // columns
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
-        if c.num_consumers == 1 and columns < c.block_n:
+        if c.num_consumers == 1 and columns < c.block_n and not self.gated:
             return f"a lone consumer would multiply {c.block_n} columns in two parts"
         if columns % 16:
             return f"instructions of {columns} columns do not end on a part of 16 columns"
@@ -162,10 +165,10 @@ class Fp8Scaled(Template):
         return self._fitted(config, params.scaling, params.output, arch, table, params.store == "tma")
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
-        return REGISTERS[config.num_consumers]
+        return (0, 0) if _is_wide_and_alone(config) else REGISTERS[config.num_consumers]
 
     def min_ctas(self, config: GemmConfig) -> int:
-        return 1 if config.num_consumers > 1 else 2
+        return 1 if config.num_consumers > 1 or _is_wide_and_alone(config) else 2
 
     def mma_n(self, config: GemmConfig) -> int:
         return mma_n(config)
@@ -234,7 +237,13 @@ def enough_registers(config: GemmConfig, columns: int, more: int = 0) -> bool:
     others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
     others += _OTHER_REGISTERS_OF_PARTS if columns < config.block_n else 0
     others += _OTHER_REGISTERS_OF_WIDE if columns > 128 else 0
-    return _accumulators(config, columns) + others <= REGISTERS[config.num_consumers][1]
+    most = _ALL_REGISTERS if _is_wide_and_alone(config) else REGISTERS[config.num_consumers][1]
+    return _accumulators(config, columns) + others <= most
+
+
+def _is_wide_and_alone(config: GemmConfig) -> bool:
+    """Whether one consumer has 256 columns, which takes more registers than half of an SM has for it."""
+    return config.num_consumers == 1 and config.block_n == 256
 
 
 def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:

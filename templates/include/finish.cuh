@@ -267,12 +267,19 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
       Before::template scale<kCount>(kernel, gate, row, end);
       Before::template scale<kCount>(kernel, up, row, end);
     }
-    if constexpr (kHasBias) {
-      Before::template finish<kCount, false, kRun>(kernel, gate, row, end, group, lane, at);
-      Before::template finish<kCount, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(i); });
-    }
+    // A lone consumer of 256 columns has few registers to spare: ptxas would mix all columns, and run out of them.
+    constexpr u32 kPart = Kernel::kConsumers == 1 && kCount > 64 ? 32 : kCount;
 #pragma unroll
-    for (u32 i = 0; i < kCount / 2; ++i) gate[i] = Swiglu<kLimit>::of(gate[i], up[i]);
+    for (u32 part = 0; part < kCount; part += kPart, gate += kPart / 2, up += kPart / 2) {
+      if constexpr (kPart < kCount) __syncwarp();
+      if constexpr (kHasBias) {
+        Before::template finish<kPart, false, kRun>(kernel, gate, row, end, group, lane, [&](u32 i) { return at(part + i); });
+        Before::template finish<kPart, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(part + i); });
+      }
+#pragma unroll
+      for (u32 i = 0; i < kPart / 2; ++i) gate[i] = Swiglu<kLimit>::of(gate[i], up[i]);
+    }
+    gate -= kCount / 2;
     if constexpr (After::kScales) After::template scale<kCount>(kernel, gate, row, end);
   }
 

@@ -18,6 +18,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.kernels.fp8_gated import FP8_GATED
 from deep_gemm.ops.cast_reference import cast_blocks
+from deep_gemm.runtime import engine
 
 __all__ = ["gpu"]
 
@@ -207,6 +208,23 @@ def test_all_that_a_scale_is_for_is_in_one_tile(output: str, grouping: str) -> N
     widths = {each.config.block_n for each in ranked}
     assert widths == ({256} if output == "e4m3" else {64, 128, 256})
     assert all(each.config.cluster_size == 1 for each in ranked) or grouping == "none"
+
+
+@pytest.mark.parametrize(
+    ("m", "text", "tile"), [(1, "", 64), (64, "rows+bias:f32+", 64), (64, "alpha+", 128), (4096, "", 128)]
+)
+def test_few_rows_have_a_tile_of_their_own(m: int, text: str, tile: int) -> None:
+    """FP8 output takes all 128 columns of a scale; a lone consumer of these has no registers for alpha."""
+    spec = ops.spec(m, 4096, 7168, 132, epilogue=f"{text}swiglu+fp8", output="e4m3", aligned=True)
+    config = select.rank(spec, SM90)[0].config
+    assert (config.block_m, config.block_n) == (tile, 256)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("text", ["swiglu+fp8", "bias:f32+swiglu+fp8", "rows+bias:bf16+swiglu+clamp:7.0+fp8:ue8m0"])
+def test_the_tile_of_few_rows_spills_nothing(text: str) -> None:
+    params = FP8_GATED.case(FP8_GATED.config(64, 256, (1, 1), 2, 1), epilogue=text, output="e4m3")
+    assert engine.build(params).resources.problems() == []
 
 
 TEXTS = {
