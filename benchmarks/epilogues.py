@@ -49,6 +49,10 @@ def calls(kind: str, m: int, n: int, k: int) -> dict[str, Callable[[], Any]]:
         "gelu_erf": Epilogue(activation="gelu_erf"),
         "bias + gelu": Epilogue(bias, "gelu"),
         "relu2": Epilogue(activation="relu2"),
+        "own relu2": Epilogue.custom("relu2", "return x > 0 ? x * x : 0.0f;"),
+        "own vectors": Epilogue.custom(
+            "mixed", "return x * (column > row ? v : w);", rows={"v": factors}, columns={"w": bias}
+        ),
         "rows + residual": Epilogue(residual=residual, row_factor=factors),
     }
     after = torch.compile(steps, dynamic=False)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def child(operation: str) -> None:
     imported = time.perf_counter() - start
     times = []
     every = calls(operation)
+    known = set(sys.modules)
+    new: Counter[str] = Counter()
     for call in every:
         before = deep_gemm.cache_info()["statistics"]["hits"]["pack"] if times else 0
         torch.cuda.synchronize()
@@ -86,12 +89,15 @@ def child(operation: str) -> None:
         call()
         torch.cuda.synchronize()
         took = time.perf_counter() - start
+        if not times:
+            new = Counter(name.partition(".")[0] for name in set(sys.modules) - known)
         times.append([took, deep_gemm.cache_info()["statistics"]["hits"]["pack"] - before])
     statistics_ = deep_gemm.cache_info()["statistics"]
     strange = sorted(name for name in ("jinja2", "deep_gemm.jit.source") if name in sys.modules)
     found = {
         "compiled": statistics_["compilations"],
         "strange": strange,
+        "imports": new,
         "parts": deep_gemm.debug_info()["plans"][0]["seconds"],
     }
     print(json.dumps({"import": imported, "calls": times, **found}))
@@ -137,6 +143,7 @@ def main() -> int:
         print(
             f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms ({', '.join(parts)}); further "
             f"kernels {', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"
+            f"; modules imported in the first call: {runs[0]['imports'] or 'none'}"
             + (f"; imported {', '.join(strange)}" if strange else ""),
             flush=True,
         )

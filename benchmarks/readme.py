@@ -23,7 +23,7 @@ from deep_gemm.backends.results import Comparison
 from deep_gemm.bench.modes import GEMM_MODES
 from deep_gemm.bench.rows import operation_of
 from deep_gemm.bench.run import load
-from deep_gemm.bench.summary import RANGES, latest, summary
+from deep_gemm.bench.summary import latest, summary
 from deep_gemm.settings import settings
 
 Row = dict[str, Any]
@@ -44,51 +44,42 @@ def environment_table() -> str:
     return "\n".join(lines)
 
 
-DRAWN = "models-h100"
-"""Rows of products that `layers.draw` drew from models that no fit has seen."""
-MODES = (
-    ("graph", "M <= 64"),
-    ("graph", "M 65-512"),
-    ("flush", "M 65-512"),
-    ("flush", "M 513-999"),
-    ("flush", "M >= 1000"),
-)
+DRAWN = ("models-h100", "models-h200")
+"""Files of rows of products that `layers.draw` drew from models that no fit has seen."""
+MODES = (("graph", 1, 64), ("graph", 65, 128), ("flush", 65, 512), ("flush", 513, 8192))
 SPEED = tuple((op, *how) for op in ("fp8_gemm_nt", "bf16_gemm_nt") for how in MODES)
-"""What README's table of speed shows: an operation, a mode, a range of M."""
+"""What README's table of speed shows: an operation, a mode, the least and the largest M."""
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
 
 
 def speed_table(results: Path = RESULTS) -> str:
-    """README's table: a line for each of `SPEED` that has rows."""
+    """README's table: a line for each of `SPEED` that has rows, on the GPU with most of them."""
     lines = [
-        "| operation | timed as | M | products | speed, cuBLASLt = 1 | slowest | speed, DeepGEMM = 1 |",
-        "|---|---|---|---|---|---|---|",
+        "| operation, GPU | timed as | M | products | speed, cuBLASLt = 1 | slowest |",
+        "|---|---|---|---|---|---|",
     ]
-    drawn = _rows(results / f"{DRAWN}.jsonl")
-    for op, mode, span in SPEED:
-        rows = [row for row in drawn if row.get("op", FP8) == op]
-        found = {entry["against"]: entry for entry in summary(rows) if (entry["mode"], entry["range"]) == (mode, span)}
-        base = found.get("tensorwise") or found.get("cuBLASLt")
-        if base is None:
+    drawn = [_rows(results / f"{file}.jsonl") for file in DRAWN]
+    for op, mode, low, high in SPEED:
+        asked = [
+            [row for row in rows if (row.get("op", FP8), row["mode"]) == (op, mode) and low <= row["m"] <= high]
+            for rows in drawn
+        ]
+        rows = max(asked, key=len)
+        if not rows:
             continue
-        theirs = f"{found['DeepGEMM']['geomean']:.2f}" if "DeepGEMM" in found else "-"
-        slowest = f"{base['worst']:.2f} ({base['worst_shape']})"
-        cells = [f"`{op}`", HOW[mode], _sizes(rows, mode, span), base["shapes"], f"**{base['geomean']:.2f}**", slowest]
-        lines.append(f"| {' | '.join(map(str, [*cells, theirs]))} |")
+        peer = "ratio_tensorwise" if op == FP8 else "ratio_cublaslt"
+        mean, worst = geometric_mean(row[peer] for row in rows), min(rows, key=lambda row: row[peer])
+        what = f"`{op}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
+        slowest = f"{worst[peer]:.2f} ({worst['m']} x {worst['n']} x {worst['k']})"
+        cells = [what, HOW[mode], f"{rows[0]['m']}-{rows[-1]['m']}", len(rows), f"**{mean:.2f}**", slowest]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def speed_origin(results: Path = RESULTS) -> str:
     """What the rows of `speed_table` were measured on, and when."""
-    rows = _rows(results / f"{DRAWN}.jsonl")
-    return f"Rows: {_origin(rows)}." if rows else "No run is recorded yet."
-
-
-def _sizes(rows: Sequence[Row], mode: str, span: str) -> str:
-    """The least and the largest M of a line of `speed_table`."""
-    ((low, high),) = [(low, high) for low, high, label in RANGES if label == span]
-    found = sorted({row["m"] for row in rows if row["mode"] == mode and low <= row["m"] <= high})
-    return f"{found[0]}-{found[-1]}" if len(found) > 1 else str(found[0])
+    found = [rows for file in DRAWN if (rows := _rows(results / f"{file}.jsonl"))]
+    return f"Rows: {'; '.join(map(_origin, found))}." if found else "No run is recorded yet."
 
 
 def selection_sentence(rows: Sequence[Row]) -> str:

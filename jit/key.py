@@ -50,6 +50,9 @@ class _Reached:
 
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _memo: dict[tuple[str, tuple[tuple[str, str], ...]], _Reached] = {}
+_headers: dict[tuple[str, str], tuple[Signature | None, str, list[tuple[str, str]]]] = {}
+"""Of each header that was read, by its path and its name: its signature, its SHA-256 and its includes. Families reach
+most headers in common."""
 
 
 def build_key(source_key: str, compiler: str, flags: Sequence[str]) -> str:
@@ -123,22 +126,35 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
             # Taken before the file is read: if it changes in between, the signature differs next time.
             looked_at[path] = signature(path)
             _check_end(path)
-            content = _content(path)
-            if content is None:
-                continue
-            if isinstance(content, OSError):
-                # The compiler may be able to read it: then nobody shall find the binary under this key.
-                found[candidate], unread = f"{content} {os.urandom(16).hex()}", True
-                break
-            found[candidate] = hashlib.sha256(content).hexdigest()
-            # A quoted name is looked for beside the file that includes it, before the include path.
-            parent = candidate.rpartition("/")[0]
-            pending += _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
+            known = _headers.get((path, candidate))
+            if known is None or known[0] != looked_at[path]:
+                content = _content(path)
+                if content is None:
+                    continue
+                if isinstance(content, OSError):
+                    # The compiler may be able to read it: then nobody shall find the binary under this key.
+                    found[candidate], unread = f"{content} {os.urandom(16).hex()}", True
+                    break
+                # A quoted name is looked for beside the file that includes it, before the include path.
+                parent = candidate.rpartition("/")[0]
+                includes = _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
+                known = (looked_at[path], hashlib.sha256(content).hexdigest(), includes)
+                if _is_settled(looked_at[path], now):
+                    if len(_headers) >= _MAX_MEMO:
+                        _headers.clear()
+                    _headers[path, candidate] = known
+            found[candidate] = known[1]
+            pending += known[2]
             break
-    # A time in the future comes from another machine's clock and does not tell the file's age.
-    settled = not unread and all(seen is None or max(seen[3:]) < now - YOUNG_NS for seen in looked_at.values())
+    settled = not unread and all(seen is None or _is_settled(seen, now) for seen in looked_at.values())
     by_name = tuple(sorted(found.items()))
     return _Reached(by_name, tuple(looked_at.items()), digest(by_name)), settled
+
+
+def _is_settled(seen: Signature | None, now: int) -> bool:
+    """Whether a file would have another signature if it had changed. A time in the future comes from another machine's
+    clock and does not tell the file's age."""
+    return seen is not None and max(seen[3:]) < now - YOUNG_NS
 
 
 def _above(name: str) -> list[str]:

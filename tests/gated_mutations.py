@@ -32,7 +32,7 @@ MUTATIONS = [
     Mutation("add gate's bias to up", "finish.cuh", "return n + at(i);", "return at(i);", ("pair", "labels")),
     Mutation("cast a row by the scale of the one eight above", "finish.cuh",
              "sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]", "sum[i + 2] * inverse[0], sum[i + 3] * inverse[0]",
-             CAST),
+             ("labels", "counts")),  # powers of two are alike
     Mutation("store a row's scale eight rows above", "finish.cuh", "*place(kernel, row + i * 8, block, group) = scale;",
              "*place(kernel, row, block, group) = scale;", CAST),
     Mutation("store scales of all groups where the first one's are", "finish.cuh",

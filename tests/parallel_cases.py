@@ -193,6 +193,28 @@ def expert_parallel(mesh: DeviceMesh, chosen: str, experts: int = 4) -> Errors:
     return errors(found, {name: x[own] if name[0] in "xy" else x for name, x in alone.items()})
 
 
+def sharded_experts(mesh: DeviceMesh, way: str) -> tuple[Errors, int]:
+    """A step of a mixture that FSDP2 shards, beside one process, and how many whole casts of weights backward finds."""
+    from torch.distributed.fsdp import fully_shard
+
+    from deep_gemm.nn.parallel import gather_in_fp8
+
+    torch.manual_seed(0)
+    layer = MoE(WIDTH, 128, 4, 2, recast="when changed").to(mesh.device_type)
+    steps = [step(layer, *tokens(mesh.device_type, seed=seed)) for seed in range(mesh.size())]
+    if way == "fp8":
+        assert gather_in_fp8(layer, mesh.size()).converted == ("gate_up", "down")
+    fully_shard(layer, mesh=mesh)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
+        found = step(layer, *tokens(mesh.device_type, seed=mesh.get_rank()))
+    wanted = dict(steps[mesh.get_rank()])
+    for name, _ in layer.named_parameters():
+        wanted[name] = torch.stack([each[name] for each in steps]).mean(0)
+    casts = [x for x in saved if x.dtype == torch.float8_e4m3fn and x.dim() == 3]
+    return errors(found, wanted), len(casts)
+
+
 def checkpoint(mesh: DeviceMesh, path: str) -> tuple[set[str], dict[str, bool], bool]:
     """Types of tensors in a checkpoint of shards that are gathered in FP8, whether loading it brings them back, and
     whether the layer still computes in FP8."""

@@ -8,13 +8,14 @@ from typing import Any
 from torch import Tensor
 
 import deep_gemm
-from deep_gemm import ops
+from deep_gemm import fused, ops
 
 from .attention import MqaLogits, PagedMqaLogits, Prenorm
 from .batched import EINSUMS, FP8_EINSUM
 from .grouped import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
+from .rows import FORMULAS
 
 
 def prepare(op: str, *operands: Any) -> Call:
@@ -43,6 +44,21 @@ for _k_grouped in K_GROUPED:
 for _einsum in EINSUMS:
     kernel("cuda", _einsum.name, prepares=True)(functools.partial(prepare, "einsum", _einsum.form))
 kernel("cuda", FP8_EINSUM.name, prepares=True)(functools.partial(prepare, FP8_EINSUM.name, FP8_EINSUM.form))
+
+
+def of_rows(function: str, *operands: Any) -> Call:
+    """A call of a function of `deep_gemm.fused`."""
+    return functools.partial(getattr(fused, function), *operands)
+
+
+for _function in FORMULAS:
+    kernel("cuda", f"fused_{_function}", prepares=True)(functools.partial(of_rows, _function))
+
+
+@kernel("cuda", "bf16_linear_gelu", prepares=True)
+def linear_gelu(a: Tensor, b: Tensor, bias: Tensor, d: Tensor) -> Call:
+    """A product with an epilogue."""
+    return functools.partial(deep_gemm.bf16_gemm_nt, a, b, d, epilogue=deep_gemm.Epilogue(bias, "gelu"))
 
 
 @kernel("cuda", MqaLogits.name, prepares=True)

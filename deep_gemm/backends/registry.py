@@ -205,7 +205,7 @@ def operation(what: OperationOrClass) -> OperationOrClass:
 @functools.cache
 def _find() -> None:
     """Import the built-in backends and operations, and the entry points of other packages."""
-    for module in ("builtin", "operations", "grouped", "batched", "attention"):
+    for module in ("builtin", "operations", "grouped", "batched", "attention", "rows"):
         importlib.import_module(f"{__package__}.{module}")
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import gelu
 
 from .. import ops
 from ..ops.batched import BHD
@@ -14,6 +16,7 @@ from ..ops.logits import MqaLogits
 from ..ops.paged_logits import PagedMqaLogits
 from ..ops.prenorm import HcPrenormGemm
 from ..ops.reference import (
+    Finish,
     batched_reference,
     fp8_gemm_reference,
     group_rows,
@@ -27,6 +30,7 @@ from .batched import EINSUMS, FP8_EINSUM, Einsum
 from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
 from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel
+from .rows import FORMULAS
 
 
 def dense(op: Gemm, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> None:
@@ -88,3 +92,36 @@ def on_any_device(operation: Operation, *arguments: Any) -> None:
 kernel("torch", MqaLogits.name)(lambda *operands: on_any_device(MqaLogits(), *operands, True, 0))
 kernel("torch", PagedMqaLogits.name)(functools.partial(on_any_device, PagedMqaLogits()))
 kernel("torch", Prenorm.name)(lambda *operands: on_any_device(HcPrenormGemm(), *Prenorm.arguments(*operands), None))
+
+
+def of_rows(function: Callable[..., Tensor], *operands: Tensor) -> None:
+    """In float32."""
+    *inputs, out = operands
+    out.copy_(function(*(x.float() for x in inputs)))
+
+
+def linear_gelu(a: Tensor, b: Tensor, bias: Tensor, d: Tensor) -> None:
+    d.copy_(gelu((a @ b.t()).float() + bias, approximate="tanh"))
+
+
+def compiled(function: Callable[..., None], *operands: Tensor) -> Call:
+    """By `torch.compile`. On the CPU it generates no code."""
+    made = torch.compile(function, dynamic=False, backend="inductor" if operands[0].is_cuda else "eager")
+    return functools.partial(made, *operands)
+
+
+for _function, (_, _formula) in FORMULAS.items():
+    _plain = functools.partial(of_rows, _formula)
+    kernel("torch", f"fused_{_function}")(_plain)
+    kernel("torch:compile", f"fused_{_function}", prepares=True)(functools.partial(compiled, _plain))
+
+
+@kernel("torch", "bf16_linear_gelu")
+def reference_linear_gelu(a: Tensor, b: Tensor, bias: Tensor, d: Tensor) -> None:
+    half_gemm_reference(a, b, d, finish=Finish("gelu", bias=bias))
+
+
+@kernel("torch:compile", "bf16_linear_gelu", prepares=True, easier=True)
+def compiled_linear_gelu(*operands: Tensor) -> Call:
+    """Its product is rounded to bfloat16 before the bias."""
+    return compiled(linear_gelu, *operands)

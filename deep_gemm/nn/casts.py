@@ -60,9 +60,14 @@ def gradients(dy: Tensor) -> tuple[Quantized, Quantized]:
     return tokens(row_major(dy), "column", epsilon=0.0)
 
 
-def transposed(w: Tensor) -> Quantized:
-    """The transpose of weights (out, in) in E4M3, with scales of 128 x 128."""
-    return w.transposed() if isinstance(w, Gathered) else quantize.blocks_transposed(w)
+def transposed(w: Tensor, scales: Tensor | None) -> Quantized:
+    """The transpose of weights in E4M3, with scales of 128 x 128: w itself if it has scales, else that of weights w."""
+    if scales is not None:
+        return w, scales
+    w = w.detach()
+    if isinstance(w, Gathered):
+        return w.transposed()
+    return quantize.blocks_transposed(w) if w.dim() == 2 else weights(w)[1]
 
 
 def weights(w: Tensor) -> tuple[Quantized, Quantized]:

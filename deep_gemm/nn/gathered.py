@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.quantize import Quantized
 from deep_gemm.runtime.sharding import why_not_divided
@@ -16,8 +15,17 @@ from deep_gemm.runtime.sharding import why_not_divided
 aten = torch.ops.aten
 
 
+def why_not_sharded(shape: torch.Size, ranks: int) -> str:
+    """Why ``ranks`` shards of a weight cannot be cast one by one, as a sentence without its end; "" if they can. Those
+    of experts have whole experts."""
+    if len(shape) == 3:
+        return why_not_divided("The number of experts", shape[0], ranks, 1)
+    return why_not_divided("The number of rows", shape[0], ranks)
+
+
 class Sharded(Tensor):
-    """A weight (out, in) of 16 or 32 bits, of which FSDP2 keeps shards. It casts them to FP8 before it gathers them.
+    """A weight (out, in) or (groups, out, in) of 16 or 32 bits, of which FSDP2 keeps shards. They are cast to FP8
+    before they are gathered.
 
     FSDP2 calls ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, which is its interface for such tensors.
     """
@@ -53,9 +61,11 @@ class Sharded(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], None]:
         """What is gathered: E4M3 values of the shard, as bytes, and their scales."""
-        if wrong := why_not_divided("The number of rows", outer_size[0], mesh.size()):
+        from deep_gemm.nn.stored import cast  # here: it imports this module
+
+        if wrong := why_not_sharded(outer_size, mesh.size()):
             raise InvalidInputError(f"{wrong}. Call gather_in_fp8 with the number of ranks of fully_shard.")
-        values, scales = quantize.blocks(self.part)
+        values, scales = cast(self.part)
         return (values.view(torch.uint8), scales), None
 
     def fsdp_post_all_gather(
@@ -85,7 +95,8 @@ _KEEP_THEIR_CLASS = {
 
 
 class Gathered(Tensor):
-    """A whole weight (out, in) in FP8. For autograd it is a tensor of ``dtype``, of which its gradient is too."""
+    """A whole weight (out, in) or (groups, out, in) in FP8. For autograd it is a tensor of ``dtype``, of which its
+    gradient is too."""
 
     pair: Quantized
 
@@ -116,7 +127,6 @@ class Gathered(Tensor):
         return f"Gathered({tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def transposed(self) -> Quantized:
-        """The transpose, (in, out). Its blocks are those of the weight, so that nothing is rounded again."""
+        """The transpose, (in, out) or (groups, in, out). Blocks are those of the weight: nothing is rounded again."""
         values, scales = self.pair
-        turned = values.view(torch.uint8).t().contiguous().view(values.dtype)
-        return turned, scales.t().contiguous()
+        return values.view(torch.uint8).mT.contiguous().view(values.dtype), scales.mT.contiguous()

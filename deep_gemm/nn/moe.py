@@ -33,7 +33,8 @@ class Experts(torch.autograd.Function):
     """The results of the chosen experts, multiplied by the router's weights and added. SwiGLU is part of a cast.
 
     x (tokens, width), weights (tokens, top_k) float32; gate_up (experts, 2 * hidden, width) and down (experts, width,
-    hidden) take gradients, and the tensors after them are their casts and those of their transposes.
+    hidden) take gradients, and the tensors after them are their casts and those of their transposes, or None: see
+    `FP8Product`.
     """
 
     @staticmethod
@@ -45,7 +46,7 @@ class Experts(torch.autograd.Function):
         hidden = product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels=labels)
         h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
         out = product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels=labels)
-        turned = *cast[2:4], *cast[6:8]
+        turned = gate_up if cast[2] is None else cast[2], cast[3], down if cast[6] is None else cast[6], cast[7]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
         ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
@@ -62,13 +63,16 @@ class Experts(torch.autograd.Function):
         d_out = (routing.spread(dy) * factor[:, None]).to(dy.dtype)
 
         rows, columns = casts.gradients(d_out)
-        d_hidden = swiglu_backward(hidden, product(rows, (down, sf_down), torch.bfloat16, labels=labels))
+        d_hidden = swiglu_backward(
+            hidden, product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels=labels)
+        )
         d_down = weight_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
 
         rows, columns = casts.gradients(d_hidden)
-        dx = routing.choices(product(rows, (gate_up, sf_gate_up), torch.bfloat16, labels=labels)).sum(1)
+        dx = product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels=labels)
         d_gate_up = weight_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
-        return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 15
+        dx = routing.choices(dx).sum(1).to(dy.dtype)
+        return dx, d_weights, d_gate_up, d_down, *(None,) * 15
 
 
 class MoE(nn.Module):
@@ -134,9 +138,8 @@ class MoE(nn.Module):
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
         how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
-        cast = [tensor for layer in (self.gate_up, self.down) for pair in layer.both() for tensor in pair]
-        own = [layer.own(layer.weight) for layer in (self.gate_up, self.down)]
-        y: Tensor = Experts.apply(x, weights, *own, *places, *how, *cast)
+        (gate_up, *cast), (down, *more) = self.gate_up.recorded(), self.down.recorded()
+        y: Tensor = Experts.apply(x, weights, gate_up, down, *places, *how, *cast, *more)
         return y
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:

@@ -16,11 +16,11 @@ from torch.distributed.tensor import parallel as styles
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.convert import Report
 from deep_gemm.nn.exchange import Exchange
-from deep_gemm.nn.gathered import Sharded
+from deep_gemm.nn.gathered import Sharded, why_not_sharded
 from deep_gemm.nn.linear import FP8Linear, Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.stored import E4M3
-from deep_gemm.nn.weights import Divisible
+from deep_gemm.nn.weights import Divisible, FP8Weights
 from deep_gemm.runtime.sharding import why_not_divided
 from deep_gemm.spec import SCALE_BLOCK
 from deep_gemm.tensors import kind_of, shown
@@ -109,12 +109,13 @@ class ExpertParallel(styles.ParallelStyle):
 
 
 def gather_in_fp8(model: nn.Module, ranks: int) -> Report:
-    """Have FSDP2 gather the weights of the `FP8Linear` layers of ``model`` in FP8, and say of which. Call it before
+    """Have FSDP2 gather the weights of ``model`` that are cast to FP8 in FP8, and say of which layers. Call it before
     ``fully_shard``, with the number of ranks that will share a weight.
 
     Each rank keeps its shard of the weight in 16 or 32 bits, for the optimizer, and casts it before it is gathered:
     half of the bytes of bfloat16 move, and each weight is cast once, not by every rank. Results are those of a whole
-    weight: a shard must have a multiple of 128 rows. Other layers are gathered as they are; the report says why.
+    weight: a shard must have a multiple of 128 rows, or whole experts. Other layers are gathered as they are; the
+    report says why.
 
     Raises InvalidInputError.
 
@@ -128,7 +129,7 @@ def gather_in_fp8(model: nn.Module, ranks: int) -> Report:
         raise InvalidInputError(f"ranks must be an integer of at least 1, but it is {shown(ranks)}.")
     converted, kept = [], {}
     for name, layer in model.named_modules():
-        if isinstance(layer, FP8Linear):
+        if isinstance(layer, FP8Weights):
             if why := _why_not_gathered(layer, ranks):
                 kept[name] = why
                 continue
@@ -138,13 +139,13 @@ def gather_in_fp8(model: nn.Module, ranks: int) -> Report:
     return Report(tuple(converted), kept)
 
 
-def _why_not_gathered(layer: FP8Linear, ranks: int) -> str:
+def _why_not_gathered(layer: FP8Weights, ranks: int) -> str:
     """Why the weight of a layer is gathered as it is, as the end of a sentence; "" if it is gathered in FP8."""
     if layer.mode == "inference":
         return "it is in inference mode"
     if type(layer.weight) is not nn.Parameter:
         return f"its weight is a {type(layer.weight).__name__} already"
-    wrong = why_not_divided("the number of rows", layer.out_features, ranks)
+    wrong = why_not_sharded(layer.weight.shape, ranks)
     return wrong[:1].lower() + wrong[1:]
 
 

@@ -69,8 +69,7 @@ class FP8Product(torch.autograd.Function):
         rows, columns = casts.gradients(dy)
         dx = None
         if ctx.needs_input_grad[0]:
-            w, sfw = casts.transposed(w.detach()) if sfw is None else (w, sfw)
-            dx = product(rows, (w, sfw), ctx.dtypes[0], labels=labels)
+            dx = product(rows, casts.transposed(w, sfw), ctx.dtypes[0], labels=labels)
         dw = weight_gradient(columns, (x, sfx), ctx.dtypes[1], ctx.main, ctx.wgrad, sizes)
         return dx, dw, bias_gradient(ctx, dy, 2), *(None,) * 9
 

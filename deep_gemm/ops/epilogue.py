@@ -34,10 +34,10 @@ class Epilogue:
         d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
 
     There row_factor, such as a router's weights, is a factor of the result. d may be a pair (values, scales), E4M3
-    (M, I) and float32 (M, I / 128): the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. Of
-    GEMMs' operands, scales with contiguous columns are read without a copy: `deep_gemm.quantize.rows` and
-    `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version computes swiglu for FP8 with scales of 1 x 128
-    and 128 x 128, with I a multiple of 128.
+    (M, I) and float32 (M, I / 128), in the masked form with the group in front: the bytes are those that
+    `deep_gemm.quantize.rows` makes of the float32 result. Of GEMMs' operands, scales with contiguous columns are read
+    without a copy: `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version
+    computes swiglu for FP8 with scales of 1 x 128 and 128 x 128, with I a multiple of 128.
 
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.
@@ -50,8 +50,9 @@ class Epilogue:
         alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
             others, which is read when the kernel runs.
         residual: what is added after the activation, of d's dtype, shape and number of dimensions, row-major. It may be
-            d itself (the same address, shape and strides), unless c is given too.
-        row_factor: (M,) float32, a factor of each row's products, with any stride: in the masked form (G, max_m).
+            d itself (the same address, shape and strides), unless c is given too. With groups there is none.
+        row_factor: (M,) float32, a factor of each row's products, with any stride. In the masked form it is (G, max_m),
+            each group right after the one before.
         clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
             number is another kernel.
         use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two.

@@ -41,7 +41,7 @@ _OVERLAP = (
 class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
-    kept = ("d",)  # rows past a group's last
+    kept = ("d", "sfd")  # rows past a group's last
     diverting = (EPILOGUE,)
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
@@ -68,8 +68,10 @@ class MGrouped(Gemm):
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
-            return {"a": "gMk", "b": "gnk", "d": "gMn", self.layout: "g"}
-        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", self.layout: "M"}
+            rest = {self.layout: "g", "row_factor": "gM", "bias": "gn", "sfd": "gMn"}
+            return {"a": "gMk", "b": "gnk", "d": "gMn", **rest}
+        rest = {self.layout: "M", "row_factor": "M", "bias": "Gn", "sfd": "Mn"}
+        return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", **rest}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute.

@@ -61,16 +61,20 @@ def register(name: str) -> int:
             if name not in _libraries:
                 variants, entry = _entries[name]
                 _define(name, schema(variants), _real(variants, entry), _fake(variants))
+    _divide(name, _entries[name][0])
+    return 0
+
+
+def _divide(name: str, variants: Sequence[Operation]) -> None:
+    """Register what the operator ``name`` does with DTensors, once, if the process has DTensors."""
     if name not in _divided and "torch.distributed.tensor" in sys.modules:
+        from deep_gemm.runtime import sharding
+
         with _lock.lock:
             if name not in _divided:
-                from deep_gemm.runtime import sharding
-
-                first = _entries[name][0][0]
-                parts = [part for parameter in _passed(first) for part in _parts(parameter)]
-                sharding.register(name, _libraries[name], first, parts)
+                parts = [part for parameter in _passed(variants[0]) for part in _parts(parameter)]
+                sharding.register(name, _libraries[name], variants[0], parts, _written(variants))
                 _divided.add(name)
-    return 0
 
 
 def _define(name: str, arguments: str, real: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -100,6 +104,7 @@ def register_all() -> tuple[str, ...]:
                 real, fake = _real(variants, entry), _fake(variants)
                 made = (_functional(variants, each) for each in (real, fake))
                 _define(functional, schema(variants, functional=True), *made)
+        _divide(functional, variants)
     return tuple(sorted(_libraries))
 
 

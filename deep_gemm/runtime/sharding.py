@@ -37,18 +37,26 @@ def why_not_divided(what: str, size: int, degree: int, block: int = SCALE_BLOCK)
     return f"{what} of a shard must be {must}, but it is {part}. Legal numbers of ranks are {listed}"
 
 
-def register(name: str, library: torch.library.Library, operation: Operation, parts: Sequence[tuple[str, str]]) -> None:
+def register(
+    name: str, library: torch.library.Library, operation: Operation, parts: Sequence[tuple[str, str]], written: set[str]
+) -> None:
     """Register what the operator ``name`` does with DTensors. ``parts`` are the names of its arguments, and what they
-    are of the operation's, such as ``a[0]``."""
+    are of the operation's, such as ``a[0]``; ``written`` are those that it writes, or returns fresh ones of."""
     from torch.distributed.tensor import DTensor
 
-    def rule(
-        cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def rule(cls: Any, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = {argument: value for (argument, _), value in zip(parts, args, strict=False)} | dict(kwargs or {})
         _check(operation, {part: given.get(argument) for argument, part in parts})
         local = {argument: _local(value) if isinstance(value, DTensor) else value for argument, value in given.items()}
-        func(**local)
+        made = func(**local)
+        if made is None:
+            return None
+        models = [given[argument] for argument, part in parts if part in written and given.get(argument) is not None]
+        fresh = [
+            DTensor.from_local(x, y.device_mesh, y.placements, run_check=False, shape=y.shape, stride=y.stride())
+            for x, y in zip([made] if isinstance(made, Tensor) else made, models, strict=True)
+        ]
+        return fresh[0] if isinstance(made, Tensor) else fresh
 
     torch.library.register_torch_dispatch(f"{library.ns}::{name}", DTensor, rule, lib=library)
 
@@ -71,12 +79,16 @@ def _check(operation: Operation, given: Mapping[str, Any]) -> None:
     for part, x in tensors.items():
         if not isinstance(x, DTensor):
             raise InvalidInputError(f"{part} must be a DTensor, as other operands are. Call DTensor.from_local first.")
+        if part.partition("[")[0] not in axes:
+            raise InvalidInputError(
+                f"{operation.name} has no rule for {part} as a DTensor. Call it with local tensors."
+            )
         meshes.add(x.device_mesh)
     if len(meshes) > 1:
         raise InvalidInputError(f"All operands must be on one mesh, but {', '.join(tensors)} are on {len(meshes)}.")
     (mesh,) = meshes
     letters = {part: _letters(axes, part, x) for part, x in tensors.items()}
-    ways = _ways(letters)
+    ways = _ways(_with_whole(letters, tensors))
     divided: dict[str, int] = {}
     for dim in range(mesh.ndim):
         found: dict[str, Any] = {part: x.placements[dim] for part, x in tensors.items()}  # type: ignore[attr-defined]
@@ -89,8 +101,9 @@ def _check(operation: Operation, given: Mapping[str, Any]) -> None:
             )
         divided[letter] = divided.get(letter, 1) * mesh.size(dim)
     for part in tensors:
-        if part.endswith("[1]"):
-            _check_blocks(part[:-3], tensors, letters, divided)
+        if _is_scales(part):
+            values = "d" if part == "sfd" else part.replace("[1]", "[0]")
+            _check_blocks(values, letters[values], tensors[values], tensors[part], divided)
 
 
 def _letters(axes: Mapping[str, str], part: str, x: Tensor) -> str:
@@ -99,6 +112,22 @@ def _letters(axes: Mapping[str, str], part: str, x: Tensor) -> str:
     if x.dim() == len(whole):
         return whole
     return "".join(letter for letter in whole if letter in axes["d"])[: x.dim()]
+
+
+def _with_whole(letters: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The letters, capital ones for dimensions that have another size in d: with a gate a column of d is of two of b,
+    which are on two ranks."""
+    sizes: dict[str, set[int]] = {}
+    for part, own in letters.items():
+        for letter, size in zip(own, tensors[part].shape, strict=True):
+            if not _is_scales(part):
+                sizes.setdefault(letter, set()).add(size)
+    whole = str.maketrans({letter: letter.upper() for letter, found in sizes.items() if len(found) > 1})
+    return {part: own.translate(whole) for part, own in letters.items()}
+
+
+def _is_scales(part: str) -> bool:
+    return part.endswith("[1]") or part == "sfd"
 
 
 def _ways(letters: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -116,15 +145,12 @@ def _ways(letters: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     return {"": dict.fromkeys(letters, Replicate()), **ways}
 
 
-def _check_blocks(
-    name: str, tensors: Mapping[str, Tensor], letters: Mapping[str, str], divided: Mapping[str, int]
-) -> None:
+def _check_blocks(name: str, letters: str, values: Tensor, scales: Tensor, divided: Mapping[str, int]) -> None:
     """Refuse shards that end inside a block of scales."""
-    values, scales = tensors[f"{name}[0]"], tensors[f"{name}[1]"]
-    for dim, letter in enumerate(letters[f"{name}[0]"]):
+    for dim, letter in enumerate(letters):
         if values.dim() == scales.dim() and values.shape[dim] != scales.shape[dim]:
             block = SCALE_BLOCK * (PACKED if scales.dtype == torch.int32 else 1)
-            if wrong := why_not_divided(f"{name}[0].shape[{dim}]", values.shape[dim], divided.get(letter, 1), block):
+            if wrong := why_not_divided(f"{name}.shape[{dim}]", values.shape[dim], divided.get(letter, 1), block):
                 raise InvalidInputError(f"{wrong}.")
 
 
@@ -136,5 +162,10 @@ def _shown(placements: Mapping[str, Any]) -> str:
     )
 
 
-_NAMES = {"R": "Replicate()", "P(sum)": "Partial()", **{f"S({dim})": f"Shard({dim})" for dim in range(4)}}
+_NAMES = {
+    "R": "Replicate()",
+    "P": "Partial()",
+    "P(sum)": "Partial()",
+    **{f"S({dim})": f"Shard({dim})" for dim in range(4)},
+}
 """Placements are shown as torch's constructors."""

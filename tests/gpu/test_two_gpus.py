@@ -50,6 +50,19 @@ def test_divided_experts_compute_what_one_gpu_does(chosen: str) -> None:
         check(errors)
 
 
+@pytest.mark.parametrize("way", ["plain", "fp8"])
+def test_fsdp_shards_experts(way: str) -> None:
+    for errors, casts in spawned.run(cases.sharded_experts, way, device="cuda"):
+        assert casts == 0
+        check(errors)
+
+
+def test_a_checkpoint_of_shards_loads(tmp_path: Path) -> None:
+    for _, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state"), device="cuda"):
+        assert in_fp8
+        assert all(equal.values()), equal
+
+
 def test_products_of_dtensors_are_those_of_one_gpu() -> None:
     for errors in spawned.run(divided_cases.products, device="cuda"):
         check(errors)

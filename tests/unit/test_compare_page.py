@@ -52,4 +52,4 @@ def test_the_example_of_an_operation_is_right_on_every_backend(capsys: pytest.Ca
 
 def test_the_table_has_every_backend() -> None:
     named = set(re.findall(r"^\| `([\w:]+)` \|", PAGE, flags=re.MULTILINE))
-    assert named == {*backends.names(), "cublaslt:tensorwise", "torch:grouped_mm"}
+    assert named == {*backends.names(), "cublaslt:tensorwise", "torch:grouped_mm", "torch:compile"}

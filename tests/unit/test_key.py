@@ -128,6 +128,16 @@ def test_old_headers_are_read_once_until_one_changes(include: Path, monkeypatch:
     assert key(include) != seen
 
 
+def test_a_header_that_several_sources_reach_is_read_once(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = later(monkeypatch)
+    other = '#include "common.cuh"\n#include "unused.cuh"\n'
+    key(include)
+    before = key(include, source=other)
+    assert sorted(Path(path).name for path in reads) == ["a.cuh", "b.cuh", "common.cuh", "near.cuh", "unused.cuh"]
+    (include / "a.cuh").write_text("int changed;\n")
+    assert key(include, source=other) != before
+
+
 def test_a_header_that_comes_to_lie_nearer_is_seen(include: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (include / "sub" / "near.cuh").rename(include / "near.cuh")
     later(monkeypatch)

@@ -71,6 +71,14 @@ def test_tensor_parallel_layers_are_sharded_by_fsdp_too() -> None:
         assert all(error < 0.01 for error in errors.values()), errors
 
 
+@pytest.mark.parametrize("way", ["plain", "fp8"])
+def test_fsdp_shards_experts(way: str) -> None:
+    for errors, casts in spawned.run(cases.sharded_experts, way):
+        assert casts == 0
+        assert len(errors) == 5
+        assert all(error < 1e-5 for error in errors.values()), errors
+
+
 def test_a_checkpoint_of_shards_is_plain_and_loads(tmp_path: Path) -> None:
     for types, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state")):
         assert types == {"Tensor"}

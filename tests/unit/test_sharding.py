@@ -24,12 +24,15 @@ def test_other_placements_are_refused() -> None:
         "a Replicate(), b Replicate(), d Replicate(); a Shard(0), b Replicate(), d Shard(0); "
         "a Shard(1), b Shard(1), d Partial(); a Replicate(), b Shard(0), d Shard(1)"
     )
+    gate = "a Replicate(), b Shard(0), d Shard(1)"
+    gates = "a Replicate(), b Replicate(), d Replicate(); a Shard(0), b Replicate(), d Shard(0)"
     block = "b[0].shape[0] of a shard must be a multiple of 128, the size of a block of scales, but it is 384 / 2 = 192"
     for said in spawned.run(cases.refusals):
         assert said == [
             f"Operands of bf16_gemm_nt cannot be divided so: {given}. Redistribute them to one of: {ways}.",
             "b must be a DTensor, as other operands are. Call DTensor.from_local first.",
             f"{block}. Legal numbers of ranks are 1, 3.",
+            f"Operands of bf16_gemm_nt_epilogue cannot be divided so: {gate}. Redistribute them to one of: {gates}.",
             "tf32_hc_prenorm_gemm has no rule for DTensors. Call it with local tensors.",
         ]
 
