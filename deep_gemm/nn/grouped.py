@@ -62,7 +62,7 @@ class FP8GroupedLinear(FP8Weights):
             raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
         x = casts.as_rows(x, self.in_features)
         if self.takes_gradient():
-            return self.recorded(x, x.dtype, None, routing.labels, routing.sizes)
+            return self.with_gradients(x, x.dtype, None, routing.labels, routing.sizes)
         if torch.is_grad_enabled() and x.requires_grad:
             raise InvalidInputError(
                 "x requires grad, and the weights of this layer take none: gradients end here. Call the layer under "

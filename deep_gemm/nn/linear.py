@@ -124,7 +124,7 @@ class FP8Linear(Linear, FP8Weights):
     def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """See `Linear.product`."""
         if self.takes_gradient():
-            return self.recorded(x, dtype, bias)
+            return self.with_gradients(x, dtype, bias)
         if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
             return products.FrozenFP8Product.apply(x, bias, *self.plain(), dtype)
         return products.product(quantize.rows(x), self.plain(), dtype, bias)

@@ -69,10 +69,10 @@ class Experts(torch.autograd.Function):
         d_down = weight_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
 
         rows, columns = casts.gradients(d_hidden)
-        turned = casts.transposed(gate_up, sf_gate_up)
-        dx = routing.choices(product(rows, turned, torch.bfloat16, labels=labels)).sum(1)
+        dx = product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels=labels)
         d_gate_up = weight_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
-        return dx.to(dy.dtype), d_weights, d_gate_up, d_down, *(None,) * 15
+        dx = routing.choices(dx).sum(1).to(dy.dtype)
+        return dx, d_weights, d_gate_up, d_down, *(None,) * 15
 
 
 class MoE(nn.Module):
@@ -138,7 +138,7 @@ class MoE(nn.Module):
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
         how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
-        (gate_up, *cast), (down, *more) = self.gate_up.casts(), self.down.casts()
+        (gate_up, *cast), (down, *more) = self.gate_up.recorded(), self.down.recorded()
         y: Tensor = Experts.apply(x, weights, gate_up, down, *places, *how, *cast, *more)
         return y
 

@@ -124,22 +124,20 @@ class FP8Weights(Divisible):
         """The weight in FP8, and its transpose."""
         return self._kept() if self._keeps() else casts.weights(self.own(self.weight).detach())
 
-    def casts(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it, since
-        the weight is resharded."""
+    def recorded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it."""
         weight = self.own(self.weight)
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
         plain, turned = self.both()
         return weight, *plain, *turned
 
-    def recorded(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None = None, *places: Tensor) -> Tensor:
-        """The product of x and the weight, of which autograd records the gradients. ``places`` are the labels of rows
-        and the sizes of groups."""
-        weight, *cast = self.casts()
-        how = *(places or (None, None)), dtype, self.main_grad(), self.weight_gradient
-        result: Tensor = FP8Product.apply(x, weight, bias, *cast, *how)
-        return result
+    def with_gradients(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None, *groups: Tensor) -> Tensor:
+        """The product of x and the weight, with gradients. ``groups`` are labels of rows and sizes of groups."""
+        weight, *casts = self.recorded()
+        how = dtype, self.main_grad(), self.weight_gradient
+        y: Tensor = FP8Product.apply(x, weight, bias, *casts, *(groups or (None, None)), *how)
+        return y
 
     def _keeps(self) -> bool:
         if self.recast != "when changed" or self.is_resharded:
