@@ -96,6 +96,7 @@ def test_doctor() -> None:
     assert edited == {
         "sm90_fp8_batched",
         "sm90_fp8_batched_swapped",
+        "sm90_fp8_gated",
         "sm90_fp8_gemm",
         "sm90_fp8_heads",
         "sm90_fp8_k_grouped",
