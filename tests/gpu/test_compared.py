@@ -15,7 +15,9 @@ OTHERS = {
     "fp8_mqa_logits": ((70, 264), (300, 8192)),
     "fp8_paged_mqa_logits": ((7, 1, 264), (40, 3, 2000)),
     "tf32_hc_prenorm_gemm": ((70, 1024), (137, 28672)),
+    "bf16_linear_gelu": SHAPES[3],
     **{op: ((70, 3, 272, 264), (300, 5, 1024, 512)) for op in backends.operation_names() if "einsum" in op},
+    **{op: ((70, 272), (300, 7168)) for op in backends.operation_names() if op.startswith("fused_")},
 }
 
 
