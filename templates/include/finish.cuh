@@ -197,10 +197,12 @@ struct EpilogueOf {
 
     // Those of two neighbours, of which lane `from` has the first, and the next lane the second.
     DG_DEVICE void give(u32 from, Values& first, Values& second) const {
+      if constexpr (kVectors > 0) {
 #pragma unroll
-      for (u32 i = 0; i < kVectors; ++i) {
-        first.at[i] = __shfl_sync(0xffffffffu, at[i], from);
-        second.at[i] = __shfl_sync(0xffffffffu, at[i], from + 1);
+        for (u32 i = 0; i < kVectors; ++i) {
+          first.at[i] = __shfl_sync(0xffffffffu, at[i], from);
+          second.at[i] = __shfl_sync(0xffffffffu, at[i], from + 1);
+        }
       }
     }
   };
