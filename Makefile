@@ -3,7 +3,7 @@
 # make lint      ruff and mypy
 # make docs      build docs/_build/html; warnings are errors
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
-# make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some ten minutes on two cores, no GPU;
+# make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some 13 minutes on two cores, no GPU;
 #                KERNELS=DIRECTORY keeps the compiled kernels there, for the next build
 # make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure
 # make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables; BUDGET=900 bounds the
