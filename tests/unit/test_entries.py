@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import sys
 import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from call_kinds import KINDS, G, K, k_tensors
+from entered import ours
 from gpu_fakes import FakeGpu
 
 import deep_gemm
@@ -90,23 +88,6 @@ def test_a_schema_for_torch_follows_from_the_parameters(name: str) -> None:
     assert {each.partition("_scales")[0] for each in tensors} == {
         each.name for each in declared if "Tensor" in each.type
     }
-
-
-def ours(call: Callable[[], object]) -> list[str]:
-    """The functions of the package that a call enters; each launch is one more."""
-    found, package = [], str(Path(deep_gemm.__file__).parent)
-
-    def seen(frame: Any, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and (file.startswith((package, "<deep_gemm"))):
-            found.append(frame.f_code.co_name)
-
-    sys.setprofile(seen)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 MOST = {"index": 3, "psum": 3, "masked": 3, "k fp8": 3, "k padded": 3, "fp8 epilogue": 11, "bf16 epilogue": 11}

@@ -7,12 +7,12 @@ import io
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import linear
 import pytest
 import torch
+from entered import ours
 from gpu_fakes import FakeGpu
 from nn_cases import (
     BOUNDS,
@@ -287,23 +287,6 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert len(lines) == 2 + len(calls)
 
 
-def functions(call: Callable[[], object]) -> int:
-    """How many functions of the package a call enters."""
-    found, package = [], str(Path(deep_gemm.__file__).parent)
-
-    def seen(frame: Any, event: str, _: Any) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith((package, "<deep_gemm")):
-            found.append(frame.f_code.co_name)
-
-    sys.setprofile(seen)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(found)
-
-
 @pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
 def test_a_step_enters_few_functions(
     gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
@@ -316,7 +299,7 @@ def test_a_step_enters_few_functions(
     counts, y = [], list[Tensor]()
     for _ in range(12):
         before = len(gpu.launched)
-        counts.append((functions(lambda: y.append(made(x))), functions(lambda: y.pop().backward(dy))))
+        counts.append((len(ours(lambda: y.append(made(x)))), len(ours(lambda: y.pop().backward(dy)))))
         assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
     assert min(count for count, _ in counts) <= forward
     assert min(count for _, count in counts) <= backward
