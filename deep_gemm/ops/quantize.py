@@ -261,7 +261,7 @@ def empty_scales(
     lines, steps = scales_shape(rows, columns, blocks, transposed)
     if row_major or blocks == "tile":
         return torch.empty((lines, steps), dtype=torch.float32, device=device)
-    aligned = -(-lines // 4) * 4
+    aligned = lines + -lines % 4  # torch.export can prove that this is no less than lines
     return torch.empty((steps, aligned), dtype=torch.float32, device=device).t()[:lines]
 
 
