@@ -174,6 +174,30 @@ def test_a_kept_cast_is_renewed_when_the_weight_changes(monkeypatch: pytest.Monk
     assert copy.deepcopy(made)._cast is None
 
 
+class Gathered(torch.nn.Parameter):
+    """A weight as FSDP2 sets it: with a shard, in memory that is written without counting versions."""
+
+    def to_local(self) -> Tensor:
+        return self
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_cast_is_kept_of_a_weight_that_is_gathered(frozen: bool) -> None:
+    made, x = layer("kept casts"), matrix(48, IN)
+    made.bias.data.zero_()
+    made.weight = Gathered(made.weight.data)
+    made.weight.requires_grad_(not frozen)
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(frozen):
+            return made(x.detach().requires_grad_(frozen)).detach()
+
+    first = forward()
+    with torch.autograd._unsafe_preserve_version_counter(made.weight), torch.no_grad():
+        made.weight.mul_(2)
+    assert torch.equal(forward(), 2 * first)
+
+
 def test_each_forward_casts_the_weight_anew_unless_told_otherwise() -> None:
     made, x = layer("1x128"), matrix(48, IN)
     made(x)
