@@ -309,6 +309,10 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
+    assert list(linear.steps((32, 64, 48), "cpu", False, [linear.BASE, "FP8Linear"])) == [linear.BASE, "FP8Linear"]
+    times = dict.fromkeys((linear.BASE, f"{linear.BASE}, compiled"), (100.0, 10.0))
+    times |= {"FP8Linear": (80.0, 10.0), "FP8Linear, compiled": (50.0, 20.0)}
+    assert linear.table((1, 2, 3), times).splitlines()[-1].split()[2:] == ["50.0", "2.00", "20.0", "1.60"]
 
 
 @pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
