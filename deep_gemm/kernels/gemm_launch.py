@@ -66,7 +66,8 @@ def dense(
 
 
 def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
-    """The argument ``raster`` of several products: see ``BatchRaster`` and ``SumRaster``. Raises UnsupportedError for too many tiles."""
+    """The argument ``raster`` of several products: see ``BatchRaster`` and ``SumRaster``. Raises UnsupportedError for
+    too many tiles."""
     tiles = order.rows * order.columns
     if spec.grouping == "summed":
         share, more = divmod(spec.k // config.block_k, parts.parts(config, spec) * config.cluster_k)

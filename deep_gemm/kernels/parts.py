@@ -1,5 +1,5 @@
-"""Sums of products in parts of K: several clusters have the same tile, each with its own part of K. The last one of them
-adds the sums of all parts, in their order (see ``templates/include/parts_in_order.cuh``)."""
+"""Sums of products in parts of K: several clusters have the same tile, each with its own part of K. The last one of
+them adds the sums of all parts, in their order (see ``templates/include/parts_in_order.cuh``)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _WARPS = 8
 
 
 def parts(config: GemmConfig, spec: GemmSpec) -> int:
-    """How many clusters have a tile: as many as can run at the same time, if each CTA has a block of K then. It is 1 for
-    a config without parts."""
+    """How many clusters have a tile: as many as can run at the same time, if each CTA has a block of K then. It is 1
+    for a config without parts."""
     if not config.parts:
         return 1
     tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n)

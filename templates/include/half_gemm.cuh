@@ -37,7 +37,7 @@ struct HalfGemmLayout {
   using Order = Choice<is_summed(kGrouping), EvenOrder, BlockOrder<kClusterK, 1>>;
   enum : bool { kInParts = kGrouping == kSummedInParts };
   static_assert(!kInParts || !Tile::kTmaStore);
-  using Parts = PartsInOrder<kSlices * kColumns / 2>;
+  using Parts = PartsInOrder<kSlices * kColumns / 2, (kConsumers > 1 ? 128 : 64)>;  // as many as registers allow
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Scales = NoScales;
   enum : bool { kMapsOfGroups = false };
@@ -168,7 +168,7 @@ struct HalfGemm {
         go_on(Index<0>(), Index<0>());
         tile.advance();
         const bool more = tile.valid();
-        if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
+        if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more && !Layout::kInParts);
         if constexpr (Layout::kInParts) return add_parts(sum, row + first_row, column, split, consumer, warp, lane);
         complete(sum, row, column, end, group, matrix, first_row, split, warp, lane);
         if constexpr (Tile::kTmaStore) {

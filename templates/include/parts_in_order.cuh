@@ -4,11 +4,11 @@
 
 // Each lane of a warp has kCount sums of a tile. Every part has such a warp, and the numbers of parts and of tiles are those of the grid:
 // blockIdx.y is the part. A warp writes its sums to memory and counts itself. The warp that comes last reads those of all parts, its own
-// too, and adds them from the first part on, whichever it is itself. No warp waits for another one.
+// too, kAtOnce together, and adds them from the first part on, whichever it is itself. No warp waits for another one.
 //
 // Nothing clears the memory of a call. So a warp begins by setting the count of its place to zero, if the word there does not have the
 // mark: only warps of the same launch know that the mark has a count that matters. The last warp sets it to zero again.
-template <u32 kCount>
+template <u32 kCount, u32 kAtOnce>
 struct PartsInOrder {
   enum : u32 { kBytes = 32 * kCount * 4 };
   enum : u64 { kMark = 0xb3f1a96c52de0700, kCounted = 0xff };
@@ -47,19 +47,18 @@ struct PartsInOrder {
     asm volatile("fence.acq_rel.gpu;" ::: "memory");
     __syncwarp();
     u64 before = 0;
-    if (lane == 0) asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(count) : "memory");
+    if (lane == 0) asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(count) : "memory");
+    __syncwarp();
     const bool last = __shfl_sync(0xffffffffu, static_cast<u32>(before & kCounted), 0) + 1 == gridDim.y;
-    if (last) {
-      asm volatile("fence.acq_rel.gpu;" ::: "memory");
-      if (lane == 0) asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(count), "l"(static_cast<u64>(kMark)) : "memory");
-    }
+    if (last && lane == 0)
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(count), "l"(static_cast<u64>(kMark)) : "memory");
     return last;
   }
 
   // The last warp: the sums of all parts, from the `from`-th of a lane on. Those of some parts are read together.
   template <u32 kSome>
   DG_DEVICE void add(float (&sum)[kSome], u32 from) const {
-    constexpr u32 kTogether = 128 / kSome;
+    constexpr u32 kTogether = kAtOnce / kSome;
 #pragma unroll
     for (u32 i = 0; i < kSome; ++i) sum[i] = 0.0f;
 #pragma unroll 1
