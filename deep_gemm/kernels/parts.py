@@ -30,7 +30,7 @@ def parts(config: GemmConfig, spec: GemmSpec) -> int:
 
 def memory_bytes(spec: GemmSpec) -> int:
     """The memory that configs with parts need for ``spec``, at most; 0 if no such config has two parts or more."""
-    if spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
+    if spec.grouping != "summed" or spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
         return 0
     return 128 + spec.num_sms * (_WARPS * 8 + MOST_SUMS * 4)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -12,10 +11,9 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, half_gemm_reference
-from deep_gemm.runtime.calls import Parameter, Work, byte_range, entry
+from deep_gemm.runtime.calls import Parameter, byte_range, entry
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.parts import memory_bytes
 from ..spec import SCALE_BLOCK, Major, ceil_div
 from . import checks, layouts, scales
 from .checks import shape_of
@@ -165,15 +163,6 @@ class Summed(Gemm):
     def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Operands are read as they are."""
         return place_operands(found, x)
-
-    def work(self, x: GemmOperands, device: int) -> Work:
-        """See `Gemm.work`. Clusters that have parts of K write their sums to memory."""
-        work = super().work(x, device)
-        *before, step = work.steps
-        if not (size := memory_bytes(step.spec)):
-            return work
-        operands = {**step.operands, "memory": "memory"}
-        return Work((*before, replace(step, operands=operands)), {**work.scratch, "memory": ((size,), torch.uint8)})
 
     def reference(self, x: GemmOperands) -> None:
         """The product of all of K in one matrix."""
