@@ -17,7 +17,7 @@ from ..params import GemmConfig, KernelParams
 from ..records import record
 from ..settings import settings
 from ..spec import Accumulate, GemmSpec, Grouping, Spec
-from . import epilogues, ffma_bursts, groups, parts
+from . import epilogues, ffma_bursts, groups
 from . import gemm_source as source
 from .base import Argument, Kernel, Strides, Value
 from .features import Features
@@ -189,7 +189,7 @@ class GemmFamily(Kernel):
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if config.parts:
-            return parts.features(lambda each: count(*counts, each, config, size), spec, config)
+            return groups.in_parts(lambda each: count(*counts, each, config, size), spec, config)
         if spec.grouping in ("none", "summed", "heads"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
@@ -291,7 +291,7 @@ class GemmFamily(Kernel):
             values["c_stride"] = strides["c"][0]
         values |= epilogues.parse(params.epilogue).values(strides)
         shape = LaunchShape(
-            grid=(ctas, parts.parts(c, spec), 1),
+            grid=(ctas, groups.parts(c, spec), 1),
             block=c.num_threads,
             dynamic_shared=self.shared_bytes(params),
             cluster=(c.cluster_size, 1, 1),

@@ -10,7 +10,7 @@ from ..jit.driver.launch import Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import GemmConfig, KernelParams
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
-from . import groups, parts
+from . import groups
 from .base import Strides, Value
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import Raster, divisor, raster
@@ -70,7 +70,7 @@ def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) 
     too many tiles."""
     tiles = order.rows * order.columns
     if spec.grouping == "summed":
-        share, more = divmod(spec.k // config.block_k, parts.parts(config, spec) * config.cluster_k)
+        share, more = divmod(spec.k // config.block_k, groups.parts(config, spec) * config.cluster_k)
         return [share, more, *divisor(spec.k // spec.groups // config.block_k), *order.arguments]
     if tiles * products >= 1 << 31:
         raise UnsupportedError(f"{products} products of {spec.m} x {spec.n} are more than 2^31 tiles. Split the call.")

@@ -12,8 +12,7 @@ from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, ceil_div
 from .gemm_features import PACKING, Counts
-from .groups import LEAST_SEGMENTS, table_bytes
-from .parts import MOST_SUMS, parts
+from .groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
 from .template import BARRIER_BYTES, BYTES, MAX_STAGES, ONE_ORDER, Template, stages_that_fit
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}

@@ -17,7 +17,7 @@ from .. import kernels, options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels import epilogues
 from ..kernels.expressions import VECTORS
-from ..kernels.parts import memory_bytes
+from ..kernels.groups import memory_bytes
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales

@@ -12,8 +12,8 @@ import torch
 from batched_cases import DEVICE, integers, product
 
 import deep_gemm
-from deep_gemm.kernels import parts
 from deep_gemm.kernels.families import HALF_SUMMED
+from deep_gemm.kernels.groups import parts
 from deep_gemm.ops.batched import SUM, Summed
 from deep_gemm.runtime import calls, engine
 from deep_gemm.select import Choice
@@ -41,7 +41,7 @@ class Forced:
         assert isinstance(step.spec, GemmSpec)
         assert x is not None
         config = config_of(*tile)
-        self.parts, self.cluster, self.blocks = parts.parts(config, step.spec), tile[2], ceil_div(step.spec.k, 64)
+        self.parts, self.cluster, self.blocks = parts(config, step.spec), tile[2], ceil_div(step.spec.k, 64)
         ((shape, dtype),) = work.scratch.values()
         self.memory = torch.empty(shape, dtype=dtype, device=DEVICE)
         at = {name: each.data_ptr() for name, each in {**x.tensors, "memory": self.memory}.items()}

@@ -15,7 +15,7 @@ import deep_gemm
 from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.kernels import parts
+from deep_gemm.kernels import groups
 from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
 from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.table import BMM_BF16, SUM_BF16
@@ -324,8 +324,8 @@ def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
         for config in HALF_SUMMED.fitting(spec, [each for each in HALF_SUMMED.legal(SM90) if each.parts]):
             tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
             counts = align(tiles * config.cluster_k * config.num_consumers * 4 * 8, 128)
-            sums = parts.parts(config, spec) * tiles * config.block_m * config.block_n * 4
-            assert counts + sums <= parts.memory_bytes(spec)
+            sums = groups.parts(config, spec) * tiles * config.block_m * config.block_n * 4
+            assert counts + sums <= groups.memory_bytes(spec)
             seen += 1
     assert seen > 50
 
