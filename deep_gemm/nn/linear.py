@@ -106,7 +106,11 @@ class FP8Linear(Linear, FP8Weights):
     def from_linear(cls, linear: nn.Module, **options: Any) -> FP8Linear:
         """A layer with the weight and bias of ``linear``: a `torch.nn.Linear`, or an `FP8Linear`, whose mode may be the
         other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects: an
-        optimizer that has them goes on."""
+        optimizer that has them goes on.
+
+        >>> deep_gemm.nn.FP8Linear.from_linear(torch.nn.Linear(256, 512), mode="inference").weight.dtype
+        torch.float8_e4m3fn
+        """
         if not isinstance(linear, (nn.Linear, FP8Linear)):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
         weight: Any = linear.weight
@@ -173,7 +177,12 @@ class BF16Linear(Linear):
     @classmethod
     def from_linear(cls, linear: nn.Module, **options: Any) -> BF16Linear:
         """A layer with the parameters of ``linear``, which are the same objects. ``options`` are keywords of
-        `BF16Linear`."""
+        `BF16Linear`.
+
+        >>> linear = torch.nn.Linear(256, 512).bfloat16()
+        >>> deep_gemm.nn.BF16Linear.from_linear(linear).weight is linear.weight
+        True
+        """
         if not isinstance(linear, nn.Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
         layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})

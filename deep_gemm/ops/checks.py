@@ -180,6 +180,17 @@ def check_no_overlap(name: str, d: Tensor, inputs: Mapping[str, Tensor]) -> None
             )
 
 
+def check_written(name: str, x: Tensor, others: Mapping[str, Tensor], has_columns: bool) -> None:
+    """Refuse an output whose rows overlap or that shares memory with others. Scales may have contiguous columns."""
+    dense = x.t() if has_columns and x.stride(1) != 1 else x
+    if dense is not x and dense.shape[1] > 1 and dense.stride(1) != 1:
+        raise InvalidInputError(
+            f"{name} must be contiguous along one dimension, but they have the strides {x.stride()}."
+        )
+    check_row_major(name, dense)
+    check_no_overlap(name, dense, others)
+
+
 def _share_bytes(d: Tensor, x: Tensor) -> bool:
     """Whether a row of ``d`` (rows, columns), whose rows are contiguous, contains a byte of an element of ``x``.
 

@@ -174,6 +174,30 @@ def test_a_kept_cast_is_renewed_when_the_weight_changes(monkeypatch: pytest.Monk
     assert copy.deepcopy(made)._cast is None
 
 
+class Gathered(torch.nn.Parameter):
+    """A weight as FSDP2 sets it: with a shard, in memory that is written without counting versions."""
+
+    def to_local(self) -> Tensor:
+        return self
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_cast_is_kept_of_a_weight_that_is_gathered(frozen: bool) -> None:
+    made, x = layer("kept casts"), matrix(48, IN)
+    made.bias.data.zero_()
+    made.weight = Gathered(made.weight.data)
+    made.weight.requires_grad_(not frozen)
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(frozen):
+            return made(x.detach().requires_grad_(frozen)).detach()
+
+    first = forward()
+    with torch.autograd._unsafe_preserve_version_counter(made.weight), torch.no_grad():
+        made.weight.mul_(2)
+    assert torch.equal(forward(), 2 * first)
+
+
 def test_each_forward_casts_the_weight_anew_unless_told_otherwise() -> None:
     made, x = layer("1x128"), matrix(48, IN)
     made(x)
@@ -285,6 +309,10 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
+    assert list(linear.steps((32, 64, 48), "cpu", False, [linear.BASE, "FP8Linear"])) == [linear.BASE, "FP8Linear"]
+    times = dict.fromkeys((linear.BASE, f"{linear.BASE}, compiled"), (100.0, 10.0))
+    times |= {"FP8Linear": (80.0, 10.0), "FP8Linear, compiled": (50.0, 20.0)}
+    assert linear.table((1, 2, 3), times).splitlines()[-1].split()[2:] == ["50.0", "2.00", "20.0", "1.60"]
 
 
 @pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
