@@ -36,7 +36,6 @@ from deep_gemm.spec import (
     TransposeSpec,
 )
 
-EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
@@ -107,7 +106,6 @@ class FakeGpu:
         monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
-        monkeypatch.setattr(torch, "empty", self.empty)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
@@ -135,10 +133,6 @@ class FakeGpu:
     ) -> FakeLaunch:
         self.prepared += 1
         return FakeLaunch(self, plan.spec, strides, addresses, constant)
-
-    @staticmethod
-    def empty(*sizes: Any, device: Any = None, **others: Any) -> torch.Tensor:
-        return EMPTY(*sizes, device="cpu" if device == f"cuda:{CPU}" else device, **others)
 
     @property
     def constants(self) -> list[bool]:
