@@ -14,6 +14,7 @@ import torch
 from deep_gemm import UnsupportedError, arch, options
 from deep_gemm.ops import dense
 from deep_gemm.ops.batched import Batched, Summed
+from deep_gemm.ops.chain import Chain
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.logits import MqaLogits
@@ -100,7 +101,8 @@ class FakeGpu:
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
         of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
-        for operation in (Dense, SkipHeadMid, MGrouped, KGrouped, Batched, Summed, Quantize, RowFunction, *of_logits):
+        grouped = (MGrouped, KGrouped, Batched, Summed)
+        for operation in (Dense, SkipHeadMid, *grouped, Quantize, RowFunction, Chain, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)

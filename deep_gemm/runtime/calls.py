@@ -68,8 +68,7 @@ class Calls:
             return
         monitor.begin()
         warm, replays = self.warm, self.replays  # read first: see `forget`
-        if key is not None and key not in warm and self._replay(replays, key, rest, tensors):
-            _remember(warm, key, None)
+        if key is not None and self._replay(warm, replays, key, rest, tensors):
             return
         x = self.operation.check(*arguments)
         if x is None:
@@ -95,8 +94,16 @@ class Calls:
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
-    def _replay(self, replays: dict[Any, Call], key: Any, rest: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
+    def _replay(
+        self,
+        warm: dict[Any, tuple[Any, Callable[[], object]] | None],
+        replays: dict[Any, Call],
+        key: Any,
+        rest: Any,
+        tensors: tuple[Tensor, ...],
+    ) -> bool:
+        """Make the call of ``key`` as a replay of one that differs in addresses, or if these came before by a record of
+        its own. False if there is none that fits."""
         promised = True
         for index in self._weights:
             if not weight_promises.is_constant(tensors[index]):
@@ -111,7 +118,13 @@ class Calls:
         for tensor in tensors:
             if tensor.get_device() != replay.device:
                 return False
-        replay(at)
+        if key in warm:
+            call = replay.record(at)
+            call()
+            _remember(warm, key, (rest, call))
+        else:
+            replay(at)
+            _remember(warm, key, None)
         return True
 
 
@@ -185,19 +198,25 @@ class Replay:
         same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
         return same and key[: len(self._first)] == self._first
 
-    def record(self) -> Callable[[], None]:
-        """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
+    def record(self, at: Places | None = None) -> Callable[[], None]:
+        """The call at addresses for which `fits` is true, by launch records of its own; at the first addresses by those
+        of replays, unless there is one kernel and no scratch memory."""
         if len(self._plans) == 1 and not self._work.places:
-            return self._launch(0, dict(zip(self._names, self._first, strict=True)))
-        return functools.partial(self._run or self._patched(self._first), self._first)
+            return self._launch(0, dict(zip(self._names, at or self._first, strict=True)))
+        if at is not None:
+            return functools.partial(self._patched(at), at)
+        self._run = self._run or self._patched(self._first)
+        return functools.partial(self._run, self._first)
 
     def __call__(self, at: Places) -> None:
         """Make the call on operands at addresses for which `fits` is true. Raises DriverError."""
-        (self._run or self._patched(at))(at)
+        if self._run is None:
+            self._run = self._patched(at)
+        self._run(at)
 
     def _patched(self, at: Places) -> Callable[[Places], None]:
-        """The call by patched launches, which replays share; ``at`` are the first addresses of the records. If two
-        threads come here at once, the records of either will do."""
+        """The call by patched launches; ``at`` are the first addresses of their records. Replays share one: if two
+        threads make it at once, either will do."""
         work, names = self._work, self._names
         new = torch.zeros if work.zeroed else torch.empty
         scratch = functools.partial(new, work.scratch_bytes, dtype=torch.uint8, device=self._place)
@@ -209,10 +228,8 @@ class Replay:
         every = (*names, *work.places)
         picks = tuple(tuple(map(every.index, step.operands.values())) for step in work.steps)
         if picks == (tuple(range(len(every))),):
-            self._run = launches[0]
-        else:
-            self._run = runner(len(at), bool(work.scratch), inside, picks)(scratch, launches)
-        return self._run
+            return launches[0]
+        return runner(len(at), bool(work.scratch), inside, picks)(scratch, launches)
 
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
