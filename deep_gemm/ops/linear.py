@@ -95,16 +95,18 @@ class Forward(Chain):
 
     def links(self, given: Mapping[str, Any]) -> Links:
         """The casts, and the product."""
-        (tokens, width), out, blocks = given["x"].shape, given["weight"].shape[0], given["blocks"]
+        (tokens, width), (out, columns), blocks = given["x"].shape, given["weight"].shape, given["blocks"]
+        if columns != width:
+            raise InvalidInputError(f"weight must have {width} columns, as x does, but it is {(out, columns)}.")
         keeps, is_cast, bias = given["saved"] is not None, given["weight_scales"] is None, given["bias"]
         scratch, links = Layout().add("rows", tokens, width, "row"), list[Link]()
         saved = saved_layout(tokens, width, out if is_cast else 0, blocks) if keeps else Layout()
         if is_cast:
-            scratch.add("w", out, given["weight"].shape[1], "tile")
+            scratch.add("w", out, width, "tile")
             turned: dict[str, tuple[str, Blocks]] = {"transposed": ("turned", "tile")} if keeps else {}
             links.append(_cast("weight", {}, plain=("w", "tile"), **turned))
-        columns = {"transposed": ("columns", blocks)} if keeps else {}
-        links.append(_cast("x", {}, plain=("rows", "row"), **columns))
+        of_x: dict[str, tuple[str, Blocks]] = {"transposed": ("columns", blocks)} if keeps else {}
+        links.append(_cast("x", {}, plain=("rows", "row"), **of_x))
         tensors: Named = {"a": pair("rows"), "b": pair("w") if is_cast else ("b", "sfb"), "d": "y"}
         if bias is None:
             links.append(Link(_PRODUCT, tensors, {}))
