@@ -33,6 +33,9 @@ MAX_REMEMBERED = 8192
 """The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
 reached, all are dropped: calls that repeat are soon remembered again."""
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Types of tensors that are neither fake nor DTensors. A parameter that is one has another type."""
+
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
@@ -63,7 +66,8 @@ class Calls:
 
     def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
-        if self.operation.has_operator and operators.is_recorded(arguments):
+        special = self.operation.has_operator and not _PLAIN.issuperset(map(type, tensors or (None,)))
+        if special and operators.is_recorded(arguments):
             operators.record(self._variants, arguments)
             return
         monitor.begin()

@@ -300,7 +300,7 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert len(lines) == 2 + len(calls)
 
 
-@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 18, 11), ("kept casts", 21, 12), ("bias", 18, 11)])
+@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 20, 11), ("bias", 17, 10)])
 def test_a_step_enters_few_functions(
     gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +325,7 @@ def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...], monk
     stored, x = FP8Linear.from_linear(torch.nn.Linear(IN, OUT, dtype=BF16), mode="inference"), matrix(*shape)
     with torch.inference_mode():
         counts = [len(ours(lambda: stored(x))) for _ in range(12)]
-    assert min(counts) <= 16, "of a replay; the record of an address that comes again takes 8"
+    assert min(counts) <= 15, "of a replay; the record of an address that comes again takes 8"
 
 
 @pytest.mark.parametrize(("name", "step", "serving"), [("1x128", 6, 2), ("kept casts", 6, 2), ("fused", 5, 2)])
