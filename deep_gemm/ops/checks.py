@@ -88,7 +88,7 @@ def pair(name: str, operand: Any, instead: str = OPERAND) -> tuple[Tensor, Tenso
 def check_tensors(
     operation: str,
     named: Mapping[str, Any],
-    dims: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, tuple[int, ...] | None],
     others: tuple[int, ...] | None = None,
     written: Collection[str] = ("d",),
 ) -> torch.device:

@@ -248,9 +248,8 @@ def empty_output(
     """Fresh values, whose rows begin at multiples of 16 bytes, and fresh scales. Scales of 1 x 128 have the layout that
     TMA reads, unless ``row_major``."""
     height, width = (columns, rows) if transposed else (rows, columns)
-    values = torch.empty((height, -(-width // TMA_BYTES) * TMA_BYTES), dtype=torch.float8_e4m3fn, device=device)
-    if transposed or width % TMA_BYTES:  # a number of tokens may be any, and then this is not asked
-        values = values[:, :width]
+    stride = -(-width // TMA_BYTES) * TMA_BYTES
+    values = torch.empty_strided((height, width), (stride, 1), dtype=torch.float8_e4m3fn, device=device)
     return values, empty_scales(rows, columns, blocks, device, transposed, row_major)
 
 
@@ -261,8 +260,8 @@ def empty_scales(
     lines, steps = scales_shape(rows, columns, blocks, transposed)
     if row_major or blocks == "tile":
         return torch.empty((lines, steps), dtype=torch.float32, device=device)
-    aligned = lines + -lines % 4  # torch.export can prove that this is no less than lines
-    return torch.empty((steps, aligned), dtype=torch.float32, device=device).t()[:lines]
+    # One call of torch: a view costs the host as much as a launch.
+    return torch.empty_strided((lines, steps), (1, lines + -lines % 4), dtype=torch.float32, device=device)
 
 
 _CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))

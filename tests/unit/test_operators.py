@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 
 import deep_gemm
 from deep_gemm import InvalidInputError, fused, quantize
+from deep_gemm.ops import linear
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Calls
@@ -266,6 +267,14 @@ def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
     return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
 
 
+def linear_layer() -> None:
+    """The calls of a layer's passes, which have no public function."""
+    x, dy, y, dx, dw = (matrix(*shape) for shape in ((48, K), (48, N), (48, N), (48, K), (N, K)))
+    saved = linear.new_saved(x, N, "column")
+    linear.forward(x, W, y, None, torch.ones(N), saved, "column")
+    linear.backward(dy, saved, None, None, dx, dw, False, "column")
+
+
 @functools.cache
 def arguments() -> dict[str, tuple[Any, ...]]:
     """Arguments of each operator, from the calls of public functions."""
@@ -284,6 +293,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         patch.setattr(Calls, "first", seen)
         for call in CALLS.values():
             call.call(call.tensors())
+        linear_layer()
         for kind in ("bf16", "fp16", "fp8"):
             found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
         for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):
