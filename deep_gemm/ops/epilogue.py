@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
@@ -19,7 +18,6 @@ from .custom_activation import CustomActivation, Reference, Vectors, custom_acti
 from .table import DTYPES
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_CLAMP = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +53,7 @@ class Epilogue:
             each group right after the one before.
         clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
             number is another kernel.
-        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two.
+        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two. Refused for another d.
 
     Raises:
         InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
@@ -103,9 +101,10 @@ class Epilogue:
                     f"{kind_of(self.alpha)} of {shape_of(self.alpha)}."
                 )
             rows = self.alpha.reshape(1)
-        elif self.alpha is not None and not _is_number(self.alpha):
+        elif self.alpha is not None and not _is_float32(self.alpha):
             raise InvalidInputError(
-                f"alpha must be a finite number or a float32 tensor of one element, but it is {shown(self.alpha)}."
+                "alpha must be a finite number or a float32 tensor of one element, but it is "
+                f"{shown(self.alpha)}. A number is float32 too."
             )
         given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
         tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -142,7 +141,7 @@ class Epilogue:
                     f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
                 )
             return
-        if self.clamp is not None and not (_is_number(self.clamp) and 0 <= float(self.clamp) <= _MAX_CLAMP):
+        if self.clamp is not None and not (_is_float32(self.clamp) and float(self.clamp) >= 0):
             raise InvalidInputError(
                 f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
             )
@@ -201,7 +200,12 @@ def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
     """The texts by which kernels know these epilogues. Parts in a text may have any order. Raises InvalidInputError for
     what is none."""
     each = [given] if isinstance(given, (str, Epilogue)) else [] if given is None else given
-    return tuple(dict.fromkeys(x.text if isinstance(x, Epilogue) else _checked(x) for x in each))
+    return tuple(dict.fromkeys(_text_of(x) if isinstance(x, Epilogue) else _checked(x) for x in each))
+
+
+def _text_of(epilogue: Epilogue) -> str:
+    """Scales that are powers of two are those of a d of FP8; otherwise d is not FP8."""
+    return epilogue.fp8_text if epilogue.use_ue8m0 else epilogue.text
 
 
 def _checked(text: Any) -> str:
@@ -220,15 +224,16 @@ def _checked(text: Any) -> str:
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_float32(value: Any) -> bool:
+    """Whether it is a finite number whose magnitude float32 can hold."""
     try:
-        return not isinstance(value, (bool, str)) and math.isfinite(float(value))
+        return not isinstance(value, (bool, str)) and abs(float(value)) <= torch.finfo(torch.float32).max
     except (TypeError, ValueError, OverflowError):
         return False
 
 
-def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
-    """The epilogue of a call with these arguments; None if it does nothing. Refuses what is none."""
+def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue:
+    """The epilogue of a call with these arguments. Refuses what is none."""
     if epilogue is None:
         return Epilogue(alpha=alpha)
     if not isinstance(epilogue, Epilogue):
@@ -240,4 +245,4 @@ def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
         raise UnsupportedError(
             "alpha and epilogue cannot both be given. Pass epilogue=deep_gemm.Epilogue(alpha=..., ...)."
         )
-    return None if epilogue.text == "none" else epilogue
+    return epilogue

@@ -151,11 +151,17 @@ class Gemm(Operation):
     def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
         """A call with an epilogue, by the operation for its tensors."""
         epilogue = given_epilogue(arguments["epilogue"], arguments.get("alpha"))
-        if epilogue is None:
+        is_pair = isinstance(arguments["d"], (tuple, list))
+        if epilogue.use_ue8m0 and not is_pair:
+            raise InvalidInputError(
+                f"use_ue8m0 is for the scales of a d of FP8, but d is {checks.kind_of(arguments['d'])}. Leave it out, "
+                "or pass d as a pair of FP8 values and scales."
+            )
+        text, tensors = epilogue.text, epilogue.tensors
+        if text == "none" and not is_pair:
             plain(**{f"{name}_": value for name, value in ({**arguments, "epilogue": None}).items()})
             return
-        text, tensors = epilogue.text, epilogue.tensors
-        if isinstance(arguments["d"], (tuple, list)):
+        if is_pair:
             values, scales = checks.pair("d", arguments["d"], "Pass FP8 values and their scales, or one tensor.")
             arguments, tensors = {**arguments, "d": values}, {**tensors, "sfd": scales}
             text = epilogue.fp8_text

@@ -148,6 +148,12 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
     assert any(shape.op == "fp8_gemm_nt" for shape in found)
 
 
+def test_scales_of_powers_of_two_are_those_of_a_d_of_fp8() -> None:
+    work = build.work_of(["64x512x256"], epilogue=Epilogue(activation="swiglu", use_ue8m0=True))
+    found = {shape.epilogue for shapes in work.kernels.values() for shape in shapes}
+    assert found == {"none", "swiglu+fp8:ue8m0"}
+
+
 def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
     def rows(**options: Any) -> set[Any]:
         work = build.work_of([(512, 7168), (512, 2048)], max_m=1, **options)

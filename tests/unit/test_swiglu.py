@@ -140,6 +140,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "clamp, a text": (given(clamp="7"), "clamp must be a number from 0 .*, but it is '7'"),
     "clamp of another": (given(activation="silu", clamp=1.0), "clamp is swiglu's limit, but the activation is 'silu'"),
     "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
+    "use_ue8m0 of no FP8": (
+        given(torch.empty(M, INNER, dtype=BF16), use_ue8m0=True),
+        "use_ue8m0 is for the scales of a d of FP8, but d is a torch.bfloat16 tensor. Leave it out, or pass d as",
+    ),
+    "use_ue8m0 alone": (
+        given(torch.empty(M, 2 * INNER), activation=None, use_ue8m0=True),
+        "use_ue8m0 is for the scales of",
+    ),
+    "alpha, too large": (given(alpha=-1e39), "alpha must be a finite number .*, but it is -1e.39. A number is float32"),
     "fp8 of another": (
         given(pair(M, 2 * INNER), activation="silu"),
         "is written with activation='swiglu' only.*quantize.rows",
