@@ -1,4 +1,5 @@
-"""One call of each kernel with a gate (SwiGLU) with given device code, whose result and surroundings are checked."""
+"""One call of each kernel with a gate (SwiGLU) or with FP8 output, with given device code, whose result and surroundings
+are checked."""
 
 from __future__ import annotations
 
@@ -43,8 +44,9 @@ def check(params: KernelParams, builder: Builder) -> None:
     case = Case("fp8", ONE if form == "none" else ROUTING, 2 * INNER, K, DEVICE, integers=True)
     case.sfb /= 32  # sums are about 4
     a, b, layout = case.arguments("contiguous" if form == "none" else form, MAX_M)
-    rows, blocks = a[0].shape[:-1], INNER // SCALE_BLOCK
-    d = guarded((*rows, INNER), E4M3 if parts.cast else DTYPES[params.output], DEVICE, strides(rows, INNER + 16))
+    rows, columns = a[0].shape[:-1], INNER if parts.is_gated else 2 * INNER
+    blocks = columns // SCALE_BLOCK
+    d = guarded((*rows, columns), E4M3 if parts.cast else DTYPES[params.output], DEVICE, strides(rows, columns + 16))
     step = align(rows[-1], 4) + 4
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
     sfd = guarded((*rows, blocks), torch.float32, DEVICE, of_scales)
@@ -74,7 +76,7 @@ def check(params: KernelParams, builder: Builder) -> None:
         more: dict[str, Any] = {"bias": tensors["bias"] if form == "none" else tensors["bias"][group]}
         more |= {"row_factor": each[part]}
         more = {name: tensor for name, tensor in more.items() if name in parts.tensors}
-        finish = Finish("swiglu", ALPHA if parts.alpha else 1.0, clamp=parts.clamp, **more)
+        finish = Finish(parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, **more)
         wanted = finish(exact[part], (slice(None), slice(None)))
         own = (group, slice(part.stop - part.start)) if form == "masked" else part
         if parts.cast:

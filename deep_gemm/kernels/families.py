@@ -102,7 +102,7 @@ FP8_SCALED = GemmFamily(
     serving=serving.FP8_SCALED,
     dtypes=("e4m3",),
     scalings=("1d1d", "1d2d", "rowwise"),
-    outputs=("f32", "bf16", "f16"),
+    outputs=("f32", "bf16", "f16", "e4m3"),
     limit=_rows_have_own_kernel,
     label="any ",
     serving_options=_any_scaling,
@@ -123,6 +123,8 @@ FP8_SCALED = GemmFamily(
         ((64, 64), {"scaling": "rowwise", "output": "bf16", "store": "direct"}),
         ((128, 128), {"scaling": "rowwise", "output": "bf16", "accumulate": "reads"}),
         ((128, 128), {"shape": SHAPE}),
+        ((128, 256, (1, 1), 1, 1), {"scaling": "1d2d", "output": "e4m3", "epilogue": "bias:f32+gelu+fp8"}),
+        ((64, 128), {"output": "e4m3", "epilogue": "rows+silu+fp8:ue8m0"}),
     ),
 )
 
@@ -205,7 +207,7 @@ FP8_GROUPED = GemmFamily(
     serving=serving.FP8_GROUPED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
-    outputs=("bf16",),
+    outputs=("bf16", "e4m3"),
     groupings=ALONG_M,
     accumulates=("none",),
     label="any ",
@@ -213,6 +215,7 @@ FP8_GROUPED = GemmFamily(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((128, 256, (1, 1), 1), {"grouping": "masked", "output": "e4m3", "epilogue": "rows+bias:bf16+gelu+fp8"}),
     ),
 )
 

@@ -48,15 +48,13 @@ class Fp8Gated(Fp8Scaled):
         return super().illegal(config, arch)
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
-        """With groups there are no clusters. FP8 is written by tiles that have all columns of a scale. A lone consumer
-        of these has no registers for groups and for alpha."""
+        """With groups there are no clusters. A lone consumer of all columns of an FP8 scale has no registers for groups
+        and for alpha."""
         if spec.grouping != "none" and config.cluster_size > 1:
             return False
         if config.tile == _FEW_ROWS:
             alone = spec.grouping == "none" and not parse(spec.epilogue).alpha
             return alone and spec.d.dtype == "e4m3" and super().fits(spec, config, accumulate, scaling)
-        if spec.d.dtype == "e4m3" and self.columns_of_d(config.block_n) != SCALE_BLOCK:
-            return False
         return super().fits(spec, config, accumulate, scaling)
 
 

@@ -31,11 +31,14 @@ class Epilogue:
 
         d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
 
-    There row_factor, such as a router's weights, is a factor of the result. d may be a pair (values, scales), E4M3
-    (M, I) and float32 (M, I / 128), in the masked form with the group in front: the bytes are those that
-    `deep_gemm.quantize.rows` makes of the float32 result. Of GEMMs' operands, scales with contiguous columns are read
-    without a copy: `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version
-    computes swiglu for FP8 with scales of 1 x 128 and 128 x 128, with I a multiple of 128.
+    There row_factor, such as a router's weights, is a factor of the result. On a GPU, this version computes swiglu for
+    FP8 with scales of 1 x 128 and 128 x 128, with I a multiple of 128.
+
+    d may be a pair (values, scales), E4M3 (M, columns) and float32 (M, columns / 128), in the masked form with the
+    group in front: the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. There is neither c
+    nor a residual then. Of GEMMs' operands, scales with contiguous columns are read without a copy:
+    `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version writes it for
+    FP8 operands, with columns of d a multiple of 128.
 
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.
@@ -211,16 +214,16 @@ def _text_of(epilogue: Epilogue) -> str:
 def _checked(text: Any) -> str:
     if isinstance(text, str):
         parts = parse(text)
-        is_gated, has_gate = parts.is_gated, parts.clamp is not None or bool(parts.cast)
+        is_gated, has_gate = parts.is_gated, parts.clamp is not None
         known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
         known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
-        may = not (parts.activation and parts.expression) and not (is_gated and parts.residual)
+        may = not (parts.activation and parts.expression) and not ((is_gated or parts.cast) and parts.residual)
         if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
             return str(parts)
     raise InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
-        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; and with swiglu alone "
-        f"clamp:LIMIT, and fp8 or fp8:ue8m0 for a d of FP8; but it is {shown(text)}."
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; clamp:LIMIT with "
+        f"swiglu alone; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
     )
 
 

@@ -51,9 +51,54 @@ struct Needs {
 template <class Activation>
 struct Needs<Activation, true> : Activation {};
 
-// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`. kPowersOfTwo: scales of FP8 are such.
+// The cast of final sums to FP8 with 1x128 scales, if D has such. kPowersOfTwo: these are powers of two. The bytes are those of quantize.cuh.
+template <bool kPowersOfTwo>
+struct CastOf {
+  // `sum` are this thread's sums of 128 columns, the `block`-th ones of D, as in `EpilogueOf::finish`; their scales are stored. Each
+  // word of `words` is for eight columns: two neighbours of row `row`, and two of the row eight below.
+  template <class Kernel, class Group>
+  static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
+    u32 largest[2] = {0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
+    float inverse[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
+      found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
+      const float scale = rule().scale_of_normal(found);
+      inverse[i] = ScaleRule::inverse_of_normal(scale);
+      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 64; i += 4)
+      words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
+  }
+
+  // Stores the scales of a row of zeros. All lanes of a warp.
+  template <class Kernel>
+  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
+    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
+      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
+  }
+
+ private:
+  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
+
+  // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
+    return kernel.arg.sfd + opaque(row) * kernel.arg.sfd_stride_m + block * kernel.arg.sfd_stride_n;
+  }
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, u32 group) {
+    return place(kernel, row, block, Index<0>()) + opaque(group) * kernel.arg.sfd_stride_g;
+  }
+};
+
+// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()`, `n()` and, for FP8, `columns()`.
 template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
-struct EpilogueOf {
+struct EpilogueOf : CastOf<kPowersOfTwo> {
   enum : bool { kGated = false };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
@@ -257,7 +302,7 @@ struct EpilogueOf {
 
 // D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate, and then those of up.
 template <class Out, u32 kLimit, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
-struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> {
+struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
   using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
   using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
   enum : bool { kGated = true, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
@@ -283,47 +328,6 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
     }
     gate -= kCount / 2;
     if constexpr (After::kScales) After::template scale<kCount>(kernel, gate, row, end);
-  }
-
-  // Casts 128 columns to FP8, and stores their scales, those of the `block`-th 128 columns of D. Each word of `words` is for eight
-  // columns: two neighbours of row `row`, and two of the row eight below. The bytes are those of quantize.cuh.
-  template <class Kernel, class Group>
-  static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
-    u32 largest[2] = {0, 0};
-#pragma unroll
-    for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
-    float inverse[2];
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
-      found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
-      const float scale = rule().scale_of_normal(found);
-      inverse[i] = ScaleRule::inverse_of_normal(scale);
-      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
-    }
-#pragma unroll
-    for (u32 i = 0; i < 64; i += 4)
-      words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
-  }
-
-  // Stores the scales of a row of zeros. All lanes of a warp.
-  template <class Kernel>
-  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
-    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
-      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
-  }
-
- private:
-  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
-
-  // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
-  template <class Kernel>
-  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
-    return kernel.arg.sfd + opaque(row) * kernel.arg.sfd_stride_m + block * kernel.arg.sfd_stride_n;
-  }
-  template <class Kernel>
-  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, u32 group) {
-    return place(kernel, row, block, Index<0>()) + opaque(group) * kernel.arg.sfd_stride_g;
   }
 };
 

@@ -279,7 +279,11 @@ struct Fp8Scaled {
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
-        to_words(sum, words);
+        if constexpr (Tile::kElement == kE4m3) {
+          Final::cast(kernel, sum, words, y, end, (column + kColumn + box) / 128, matrix, at.lane);
+        } else {
+          to_words(sum, words);
+        }
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {

@@ -21,6 +21,7 @@ import deep_gemm
 from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
+from deep_gemm.kernels.families import FP8_GROUPED
 from deep_gemm.kernels.fp8_gated import FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
@@ -39,6 +40,11 @@ CASES = [
     for form in FORMS
     for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
     if config.cluster_size == 1 and config.tile != (64, 256) and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
+] + [
+    FP8_GROUPED.case(config, grouping=form, output="e4m3", epilogue=text)
+    for config in FP8_GROUPED.configs(SM90)
+    for form, text in zip(FORMS, ("fp8", "rows+bias:f32+gelu+fp8", "alpha+bias:bf16+silu+fp8:ue8m0"), strict=True)
+    if config.block_n >= SCALE_BLOCK
 ]
 Binaries = dict[KernelParams, Future[Binary]]
 
@@ -66,6 +72,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"alpha": 0.5, "clamp": 1.5, "bias": True, "row_factor": True},
     "powers of two": {"use_ue8m0": True},
+    "no gate": {"activation": "gelu", "alpha": 0.5, "bias": True, "row_factor": True},
+    "no activation": {"activation": None},
 }
 
 
@@ -79,25 +87,31 @@ def in_form(case: Case, form: str, parts: dict[str, Any], max_m: int) -> Epilogu
     parts = dict(parts)
     if form == "masked" and "row_factor" in parts:
         parts["row_factor"] = case.spread(parts["row_factor"][:, None], max_m)[..., 0]
-    return Epilogue(activation="swiglu", **parts)
+    return Epilogue(**{"activation": "swiglu", **parts})
+
+
+def columns_of(case: Case, parts: dict[str, Any]) -> int:
+    return case.n if "activation" in parts else case.n // 2
 
 
 def wanted(case: Case, parts: dict[str, Any]) -> torch.Tensor:
     """A dense product with float32 output for each group."""
-    found = torch.full((case.routing.m, case.n // 2), float("nan"), device=DEVICE)
+    found = torch.full((case.routing.m, columns_of(case, parts)), float("nan"), device=DEVICE)
+    deep_gemm.set_batch_invariant(True)  # K in one order, as groups have it
     for group, rows in enumerate(case.routing.slices()):
         own = {name: value for name, value in parts.items() if name != "use_ue8m0"}
         own |= {"bias": own["bias"][group], "row_factor": own["row_factor"][rows]} if "bias" in own else {}
-        epilogue = Epilogue(activation="swiglu", **own)
+        epilogue = Epilogue(**{"activation": "swiglu", **own})
         a, b = (case.a[rows], case.sfa[rows]), (case.b[group], case.sfb[group])
         deep_gemm.fp8_gemm_nt(a, b, found[rows], epilogue=epilogue)
+    deep_gemm.set_batch_invariant(False)
     return found
 
 
 def cast(case: Case, form: str, parts: dict[str, Any], max_m: int = MAX_M, **options: Any) -> Any:
     """FP8 values and scales of a call, with NaN around them and in them before."""
     a, b, layout = case.arguments(form, max_m)
-    rows, columns = a[0].shape[:-1], case.n // 2
+    rows, columns = a[0].shape[:-1], columns_of(case, parts)
     values = guarded((*rows, columns), E4M3, DEVICE, strides(rows, columns + 16))
     step, blocks = align(rows[-1], 4) + 4, columns // SCALE_BLOCK
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
@@ -122,7 +136,7 @@ def results(name: str) -> Any:
     for form in FORMS:
         a, b, layout = case.arguments(form, MAX_M)
         rows = a[0].shape[:-1]
-        half = torch.zeros(*rows, INNER, dtype=BF16, device=DEVICE)
+        half = torch.zeros(*rows, columns_of(case, parts), dtype=BF16, device=DEVICE)
         plain = {part: value for part, value in parts.items() if part != "use_ue8m0"}
         call("fp8", form, a, b, half, layout, epilogue=in_form(case, form, plain, MAX_M))
         found.append((form, cast(case, form, parts), half))

@@ -104,7 +104,7 @@ def test_each_group_has_the_epilogue_of_its_own_product(kind: str, name: str, fo
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["swiglu", "all of swiglu", "powers of two"])
+@pytest.mark.parametrize("name", PARTS)
 def test_fp8_of_groups(name: str, form: str) -> None:
     """In the index form, rows of padding alone are zeros, with the scale of zeros; in others they stay as they are."""
     case = Case("fp8", ROUTING, N, K, "cpu")
@@ -186,15 +186,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         given(d=(SHARED, SHARED.view(F32).flatten()[:32].view(2, 8, 2))),
         "d and the scales of d share memory",
     ),
-    "FP8 of another": (
-        given(d=quantize.rows(torch.zeros(256, N)), form="psum", activation="silu"),
-        "is written with activation='swiglu' only",
+    "FP8 scales of another": (
+        given(d=quantize.rows(torch.zeros(256, N // 2)), form="psum", activation="silu"),
+        r"d must have the shape \(256, 512\)",
     ),
     "FP8 without an epilogue": (
         lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
             quantize.rows(random(128, K)), fp8_weights(), quantize.rows(random(128, N)), torch.zeros(128).int()
         ),
-        "d must be a torch.Tensor",
+        r"d must be a torch.Tensor without an epilogue.* pass epilogue=deep_gemm.Epilogue\(\)",
     ),
     "a name": (
         lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
@@ -225,8 +225,9 @@ def test_kernels_for_groups_have_the_plain_parts(kind: str, form: str) -> None:
     name = {"contiguous": "contiguous", "psum": "contiguous_psum", "masked": "masked"}[form]
     more = {"groups": 4, "expected_m": 32 if form == "masked" else 0}
     op = f"m_grouped_{kind}_gemm_nt_{name}"
-    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0"):
-        spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, **more)  # type: ignore[arg-type]
+    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0", *(["silu+fp8"] * (kind == "fp8"))):
+        output = "e4m3" if "fp8" in text else "bf16"
+        spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, **more)  # type: ignore[arg-type]
         if text.startswith("swiglu") and kind == "bf16":
             with pytest.raises(UnsupportedError, match="it has no gate for SwiGLU"):
                 kernels.for_spec(spec, SM90)

@@ -149,10 +149,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "use_ue8m0 is for the scales of",
     ),
     "alpha, too large": (given(alpha=-1e39), "alpha must be a finite number .*, but it is -1e.39. A number is float32"),
-    "fp8 of another": (
-        given(pair(M, 2 * INNER), activation="silu"),
-        "is written with activation='swiglu' only.*quantize.rows",
-    ),
     "values": (given((torch.empty(M, INNER), pair()[1])), "the values of d must be torch.float8_e4m3fn, but they are"),
     "values, shape": (given(pair(M, 2 * INNER)), r"d must have the shape \(9, 256\)"),
     "scales, shape": (
@@ -192,10 +188,6 @@ NO_KERNEL = {
         "scales of A and B must be 1x128 and 128x128",
     ),
     "rows of d": (ops.spec(64, 512, 512, 132, epilogue="swiglu", aligned=False), "rows of D must begin on 16-byte"),
-    "another activation": (
-        ops.spec(64, 512, 512, 132, output="e4m3", epilogue="silu+fp8"),
-        "products with a gate only",
-    ),
 }
 
 
