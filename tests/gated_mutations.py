@@ -5,8 +5,9 @@ from __future__ import annotations
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED
+from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
 from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.half_gated import HALF_GATED
 from deep_gemm.params import KernelParams
 
 _WIDE = 128, 256, (1, 1), 1, 1
@@ -19,15 +20,23 @@ KERNELS: dict[str, KernelParams] = {
     "labels": case(FP8_GATED, *_WIDE, epilogue="bias:f32+swiglu+fp8", output="e4m3", grouping="contiguous"),
     "ends": case(FP8_GATED, 64, 128, (1, 1), 2, 1, epilogue="swiglu", grouping="psum"),
     "counts": case(FP8_GATED, *_WIDE, epilogue="rows+bias:bf16+swiglu+clamp:2.0+fp8", output="e4m3", grouping="masked"),
+    "half": case(HALF_GATED, 64, 128, epilogue="swiglu"),
+    "half pair": case(HALF_GATED, 128, 256, (2, 1, 1), epilogue="alpha+rows+bias:f32+swiglu", output="f32"),
+    "half cast": case(HALF_GATED, 128, 256, epilogue="bias:f32+swiglu+fp8", output="e4m3"),
+    "half labels": case(HALF_GATED, 256, 128, epilogue="bias:f32+swiglu", grouping="contiguous"),
+    "half counts": case(HALF_GATED, 128, 256, epilogue="rows+swiglu+fp8", output="e4m3", grouping="masked"),
+    "half plain": case(HALF_GEMM, 128, 256, epilogue="bias:f32+silu+fp8", output="e4m3"),
+    "half tall": case(HALF_GEMM, 256, 128, (1, 2, 1), epilogue="fp8", output="e4m3"),
     "plain": case(FP8_SCALED, *_WIDE, epilogue="rows+bias:f32+gelu+fp8", output="e4m3", scaling="1d2d"),
     "plain labels": case(FP8_GROUPED, 64, 128, (1, 1), 2, 1, epilogue="silu+fp8", output="e4m3", grouping="contiguous"),
     "plain counts": case(FP8_GROUPED, *_WIDE, epilogue="bias:bf16+fp8", output="e4m3", grouping="masked"),
 }
 """Dense and in each form of groups, with and without FP8 output; and FP8 output without a gate."""
 
-PLAIN = "plain", "plain labels", "plain counts"
+PLAIN = "plain", "plain labels", "plain counts", "half plain", "half tall"
 GATED = tuple(name for name in KERNELS if name not in PLAIN)
-CAST = "cast", "few rows", "labels", "counts", *PLAIN
+HALF = "half", "half pair", "half cast", "half labels", "half counts"
+CAST = "cast", "few rows", "labels", "counts", "half cast", "half counts", *PLAIN
 
 # fmt: off
 MUTATIONS = [
@@ -35,20 +44,31 @@ MUTATIONS = [
              "Swiglu<kLimit>::of(up[i], gate[i])", GATED),
     Mutation("load gate's rows of B for up", "operand.cuh", "row + half * (from.edge / 2)", "row", GATED),
     Mutation("take gate's scales of B for up", "fp8_scaled.cuh", "(tile.column + scale * kernel.n()) / 256",
-             "tile.column / 256", GATED),
+             "tile.column / 256", tuple(name for name in GATED if name not in HALF)),
     Mutation("add gate's bias to up", "finish.cuh", "return n + at(part + i);", "return at(part + i);",
-             ("pair", "few rows", "labels")),
+             ("pair", "few rows", "labels", "half pair", "half cast", "half labels")),
     Mutation("cast a row by the scale of the one eight above", "finish.cuh",
              "sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]", "sum[i + 2] * inverse[0], sum[i + 3] * inverse[0]",
-             ("labels", "counts", *PLAIN)),  # powers of two are alike
+             ("labels", "counts", "half cast", "half counts", *PLAIN)),  # powers of two are alike
     Mutation("store a row's scale eight rows above", "finish.cuh", "*place(kernel, row + i * 8, block, group) = scale;",
              "*place(kernel, row, block, group) = scale;", CAST),
     Mutation("store scales of all groups where the first one's are", "finish.cuh",
-             " + opaque(group) * kernel.arg.sfd_stride_g", "", ("counts", "plain counts")),
+             " + opaque(group) * kernel.arg.sfd_stride_g", "", ("counts", "plain counts", "half counts")),
     Mutation("leave the last scale of padding as it was", "finish.cuh", "block < kernel.columns() / 128;",
              "block + 1 < kernel.columns() / 128;", ("labels", "plain labels")),
     Mutation("store a tile's scales where those of its first columns are", "fp8_scaled.cuh",
              "(column + kColumn + box) / 128, matrix", "column / 128, matrix", ("plain", "plain counts")),
+    Mutation("take gate's sums for up's", "half_gemm.cuh", "gate, gate + kColumns / 2,", "gate, gate,", HALF),
+    Mutation("take the bias of other columns", "half_gemm.cuh", "return column / 2 + i;", "return column + i;",
+             ("half pair", "half cast", "half labels")),
+    Mutation("store 16-bit tiles where those of the product are", "gemm_kernel.cuh", "return tile.column / B::kHalves;",
+             "return tile.column;", HALF),
+    Mutation("store a 16-bit tile's scales where those of the product are", "half_gemm.cuh",
+             "(column / Layout::B::kHalves + first) / 128", "(column + first) / 128", ("half cast", "half counts")),
+    Mutation("store a 16-bit tile's scales where those of its first columns are", "half_gemm.cuh",
+             "(column / Layout::B::kHalves + first) / 128", "column / Layout::B::kHalves / 128", ("half plain",)),
+    Mutation("store the scales of a consumer's last rows in its first", "half_gemm.cuh",
+             "row + part / Store::kBoxes * 64 + warp * 16", "row + warp * 16", ("half tall",)),
     Mutation("store the bytes of one row in the one eight below", "part_store.cuh",
              "store_half(place + (row + 8) * kRowBytes, words[i] >> 16);",
              "store_half(place + (row + 8) * kRowBytes, words[i]);", CAST),

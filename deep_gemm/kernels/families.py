@@ -11,6 +11,7 @@ from .fp8_gated import FP8_GATED
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
 from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
+from .half_gated import HALF_GATED
 from .half_gemm import HalfGemm
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
@@ -243,8 +244,9 @@ HALF_GEMM = GemmFamily(
     serving=serving.HALF_GEMM,
     dtypes=("bf16", "f16"),
     majors=ALL_MAJORS,
-    outputs=(SAME, "f32"),
+    outputs=(SAME, "f32", "e4m3"),
     varied=(
+        ((128, 256), {"output": "e4m3", "epilogue": "bias:f32+gelu+fp8"}),
         ((128, 128), {"majors": "km"}),
         ((128, 256), {"majors": "mm"}),
         ((256, 128), {"majors": "mk"}),
@@ -321,13 +323,14 @@ HALF_GROUPED = GemmFamily(
     serving=serving.HALF_GROUPED,
     dtypes=("bf16", "f16"),
     majors=("kk", "km"),
-    outputs=(SAME,),
+    outputs=(SAME, "e4m3"),
     groupings=ALONG_M,
     accumulates=("none",),
     limit=_mn_major_b_has_whole_blocks,
     varied=(
         ((128, 256), {"grouping": "masked", "majors": "km"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((128, 128), {"grouping": "masked", "output": "e4m3", "epilogue": "rows+bias:bf16+silu+fp8"}),
         ((128, 128), {"dtype": "f16", "output": "f16", "grouping": "psum", "segments": 256}),
     ),
 )
@@ -381,5 +384,5 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GATED, FP8_GEMM, FP8_GROUPED, FP8_HEADS),
     *(FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(HALF_BATCHED, HALF_GATED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

@@ -32,7 +32,7 @@ def dense(
     if rules.scales_have_edges:
         maps_b, map_b_last, columns = _segment_maps(box_b, n, c)
     else:
-        columns = left(n, c.block_n)
+        columns = c.block_n if rules.gated else left(n, c.block_n)  # all boxes of a gate and of up are whole
         map_b, map_b_last = operand_maps(box_b, "b", n, rules.columns_of_d(c.block_n) // c.cluster_m, columns)
         maps_b = [map_b]
     values: dict[str, Value] = {

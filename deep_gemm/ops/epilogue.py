@@ -32,13 +32,13 @@ class Epilogue:
         d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
 
     There row_factor, such as a router's weights, is a factor of the result. On a GPU, this version computes swiglu for
-    FP8 with scales of 1 x 128 and 128 x 128, with I a multiple of 128.
+    FP8 with scales of 1 x 128 and 128 x 128 and I a multiple of 128, and for 16-bit operands that are K-major.
 
     d may be a pair (values, scales), E4M3 (M, columns) and float32 (M, columns / 128), in the masked form with the
     group in front: the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. There is neither c
     nor a residual then. Of GEMMs' operands, scales with contiguous columns are read without a copy:
-    `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version writes it for
-    FP8 operands, with columns of d a multiple of 128.
+    `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, columns of such a d are a
+    multiple of 128.
 
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.

@@ -29,7 +29,7 @@ struct Fp8ScaledLayout {
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
   enum : bool { kGated = Epilogue<Output<Tile::kElement>>::kGated };  // B is gate's rows, and then up's
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;

@@ -76,11 +76,11 @@ struct OperandTile {
   static DG_DEVICE u32 descriptor(u32 address) { return descriptor_low(address, kMnMajor ? kBoxBytes : 16); }
 };
 
-// The tile of B of a product with a gate, in FP8: half of its rows are gate's, from `first` on, and half of them up's, which are half of
-// B's rows further on. All of them exist.
-template <u32 kRows, u32 kParts>
-struct GatedTile : OperandTile<kRows, false, kParts, false, 1> {
-  using Source = typename OperandTile<kRows, false, kParts, false, 1>::Source;
+// The tile of a K-major B of a product with a gate: half of its rows are gate's, from `first` on, and half of them up's, which are half
+// of B's rows further on. Those past the last one of gate or of up are others, or zeros: no column of D is made of them.
+template <u32 kRows, u32 kParts, u32 kElementBytes>
+struct GatedTile : OperandTile<kRows, false, kParts, false, kElementBytes> {
+  using Source = typename OperandTile<kRows, false, kParts, false, kElementBytes>::Source;
   enum : u32 { kHalves = 2, kBytes = kRows * 128, kBoxRows = kRows / 2 / kParts };
 
   static DG_DEVICE u32 bytes(const Source&, u32) { return kBytes; }

@@ -13,7 +13,7 @@ from gpu_fakes import FakeGpu, gpu
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED
+from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
 from deep_gemm.ops.reference import ACTIVATIONS
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec
@@ -117,6 +117,16 @@ def test_what_has_no_kernel_says_why(name: str) -> None:
 
 
 SCALINGS = (("1x128", "128x128"), ("1x128", "1x128"), ("row", "row"))
+
+
+@pytest.mark.parametrize("majors", ["kk", "km", "mm", "mk"])
+@pytest.mark.parametrize("op", ["bf16_gemm_nt", "fp16_gemm_nt"])
+def test_sixteen_bits_have_it_in_all_layouts(op: str, majors: str) -> None:
+    of_a, of_b = ("k" if each == "k" else "mn" for each in majors)
+    asked = ops.spec(256, 4096, 7168, 132, op, majors=(of_a, of_b), epilogue="gelu+fp8", output="e4m3", aligned=True)  # type: ignore[arg-type]
+    ranked = select.rank(asked, SM90)
+    assert {each.config.family for each in ranked} == {HALF_GEMM.name}
+    assert {each.config.block_n // each.config.cluster_k for each in ranked} == {128, 256}
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)

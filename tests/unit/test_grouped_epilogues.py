@@ -11,7 +11,7 @@ from gpu_fakes import FakeGpu, gpu
 from grouped_cases import BF16, E4M3, FORMS, KINDS, Case, Routing, call
 
 import deep_gemm
-from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
+from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, ops, quantize, select
 from deep_gemm.arch import SM90
 
 __all__ = ["gpu"]
@@ -105,9 +105,10 @@ def test_each_group_has_the_epilogue_of_its_own_product(kind: str, name: str, fo
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PARTS)
-def test_fp8_of_groups(name: str, form: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_of_groups(kind: str, name: str, form: str) -> None:
     """In the index form, rows of padding alone are zeros, with the scale of zeros; in others they stay as they are."""
-    case = Case("fp8", ROUTING, N, K, "cpu")
+    case = Case(kind, ROUTING, N, K, "cpu")
     values, scales = assert_as_apart(case, form, name, cast=True)
     padding = (values[0, 5:], scales[0, 5:]) if form == "masked" else (values[512:], scales[512:])
     least = 2**-22 if name == "powers of two" else torch.tensor(1e-4) / 448
@@ -221,18 +222,13 @@ def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_for_groups_have_the_plain_parts(kind: str, form: str) -> None:
-    """SwiGLU has kernels for FP8 only."""
     name = {"contiguous": "contiguous", "psum": "contiguous_psum", "masked": "masked"}[form]
     more = {"groups": 4, "expected_m": 32 if form == "masked" else 0}
     op = f"m_grouped_{kind}_gemm_nt_{name}"
-    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0", *(["silu+fp8"] * (kind == "fp8"))):
+    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0", "silu+fp8", "swiglu+fp8:ue8m0"):
         output = "e4m3" if "fp8" in text else "bf16"
         spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, **more)  # type: ignore[arg-type]
-        if text.startswith("swiglu") and kind == "bf16":
-            with pytest.raises(UnsupportedError, match="it has no gate for SwiGLU"):
-                kernels.for_spec(spec, SM90)
-        else:
-            assert select.rank(spec, SM90)
+        assert select.rank(spec, SM90)
 
 
 def test_kernels_get_factors_and_scales_of_all_groups(gpu: FakeGpu) -> None:

@@ -15,8 +15,10 @@ from host_code import compiled, pairs
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
 from deep_gemm.arch import SM90
+from deep_gemm.jit.driver.launch import Map
 from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.half_gated import HALF_GATED
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.runtime import engine
 
@@ -182,7 +184,18 @@ NO_KERNEL = {
         ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
         "columns of gate, half of N, must be a multiple of 128",
     ),
-    "16 bits": (ops.spec(64, 512, 512, 132, "bf16_gemm_nt", epilogue="swiglu"), "it has no gate for SwiGLU"),
+    "16 bits, N contiguous": (
+        ops.spec(64, 512, 512, 132, "bf16_gemm_nt", majors=("k", "mn"), epilogue="swiglu"),
+        "sm90_half_gated: the layouts of A and B must be NT, not NN",
+    ),
+    "16 bits, odd": (
+        ops.spec(64, 511, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True),
+        "gate has half of B's rows, so that N must be even, not 511",
+    ),
+    "16 bits, columns": (
+        ops.spec(64, 400, 512, 132, "bf16_gemm_nt", epilogue="swiglu+fp8", output="e4m3", aligned=True),
+        "columns of a D of FP8 must be a multiple of 128, not 200",
+    ),
     "1D1D": (
         ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
         "scales of A and B must be 1x128 and 128x128",
@@ -199,16 +212,20 @@ def test_what_has_no_kernel_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("grouping", ["none", "contiguous", "psum", "masked"])
-@pytest.mark.parametrize("output", FP8_GATED.outputs)
-def test_all_that_a_scale_is_for_is_in_one_tile(output: str, grouping: str) -> None:
+@pytest.mark.parametrize("output", ["bf16", "f16", "f32", "e4m3"])
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt", "fp16_gemm_nt"])
+def test_all_that_a_scale_is_for_is_in_one_tile(op: str, output: str, grouping: str) -> None:
     """FP8 is written by tiles of 128 columns of D; groups have no clusters."""
-    spec = ops.spec(256, 4096, 7168, 132, epilogue="swiglu" + "+fp8" * (output == "e4m3"), output=output, aligned=True)  # type: ignore[arg-type]
+    if output in ("bf16", "f16") and output != ops.PRODUCTS[op].outputs[0] and op != "fp8_gemm_nt":
+        return
+    family, text = FP8_GATED if op == "fp8_gemm_nt" else HALF_GATED, "swiglu" + "+fp8" * (output == "e4m3")
+    spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, aligned=True)  # type: ignore[arg-type]
     more = {"none": {}, "masked": {"groups": 4, "expected_m": 20}}.get(grouping, {"groups": 4, "alignment": 128})
-    ranked = select.rank(replace(spec, grouping=grouping, **more), SM90)
-    assert {each.config.family for each in ranked} == {FP8_GATED.name}
-    widths = {each.config.block_n for each in ranked}
-    assert widths == ({256} if output == "e4m3" else {64, 128, 256})
-    assert all(each.config.cluster_size == 1 for each in ranked) or grouping == "none"
+    spec = replace(spec, grouping=grouping, **more)
+    assert {each.config.family for each in select.rank(spec, SM90)} == {family.name}
+    fitting = family.fitting(spec, family.configs(SM90))
+    assert {config.block_n for config in fitting} == ({256} if output == "e4m3" else {64, 128, 256})
+    assert all(config.cluster_size * config.ctas_per_sm == 1 for config in fitting) or grouping == "none"
 
 
 @pytest.mark.parametrize(
@@ -226,6 +243,22 @@ def test_few_rows_have_a_tile_of_their_own(m: int, text: str, tile: int) -> None
 def test_the_tile_of_few_rows_spills_nothing(text: str) -> None:
     params = FP8_GATED.case(FP8_GATED.config(64, 256, (1, 1), 2, 1), epilogue=text, output="e4m3")
     assert engine.build(params).resources.problems() == []
+
+
+@pytest.mark.parametrize("n", [16, 112, 400, 4096])
+def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
+    """Kernels wait for all rows of both, also of those past the last one."""
+    spec = ops.spec(70, n, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True)
+    for config in HALF_GATED.configs(SM90):
+        params = HALF_GATED.params(spec, config, SM90)
+        strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1), "alpha": (1.0,)}
+        maps = [
+            each for each in HALF_GATED.launch(params, spec, strides, False, False).parameters if isinstance(each, Map)
+        ]  # type: ignore[arg-type]
+        of_b = {each.spec for each in maps if each.operand == "b"}
+        assert [(each.box, each.dims) for each in of_b] == [((64, config.block_n // 2 // config.cluster_m), (512, n))]
+        (of_d,) = (each.spec for each in maps if each.operand == "d")
+        assert of_d.dims == (n // 2, 70)
 
 
 TEXTS = {
