@@ -6,8 +6,7 @@ from chosen import case
 from mutation import Mutation
 
 from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
-from deep_gemm.kernels.fp8_gated import FP8_GATED
-from deep_gemm.kernels.half_gated import HALF_GATED
+from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
 from deep_gemm.params import KernelParams
 
 _WIDE = 128, 256, (1, 1), 1, 1
@@ -57,7 +56,7 @@ MUTATIONS = [
     Mutation("leave the last scale of padding as it was", "finish.cuh", "block < kernel.columns() / 128;",
              "block + 1 < kernel.columns() / 128;", ("labels", "plain labels")),
     Mutation("store a tile's scales where those of its first columns are", "fp8_scaled.cuh",
-             "(column + kColumn + box) / 128, matrix", "column / 128, matrix", ("plain", "plain counts")),
+             "y, end, column + kColumn + box, matrix", "y, end, column, matrix", ("plain", "plain counts")),
     Mutation("take gate's sums for up's", "half_gemm.cuh", "gate, gate + kColumns / 2,", "gate, gate,", HALF),
     Mutation("take the bias of other columns", "half_gemm.cuh", "return column / 2 + i;", "return column + i;",
              ("half pair", "half cast", "half labels")),

@@ -7,11 +7,10 @@ from typing import Any
 from ..params import GemmConfig
 from ..spec import GemmSpec
 from . import serving
-from .fp8_gated import FP8_GATED
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
+from .gated import FP8_GATED, HALF_GATED
 from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
-from .half_gated import HALF_GATED
 from .half_gemm import HalfGemm
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 

@@ -279,11 +279,7 @@ struct Fp8Scaled {
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
-        if constexpr (Tile::kElement == kE4m3) {
-          Final::cast(kernel, sum, words, y, end, (column + kColumn + box) / 128, matrix, at.lane);
-        } else {
-          to_words(sum, words);
-        }
+        to_words(sum, words, y, end, column + kColumn + box, matrix, at.lane);
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
@@ -313,23 +309,23 @@ struct Fp8Scaled {
         Final::template finish<kBoxColumns, min_of(kBoxColumns, 32)>(kernel, gate, up, row, end, matrix, at.lane, kernel.columns(),
                                                                      [&](u32 i) { return column + box + i; });
       u32 words[Store::kWords];
-      if constexpr (Tile::kElement == kE4m3) {
-        Final::cast(kernel, gate, words, row, end, column / 128, matrix, at.lane);
-      } else {
-        to_words(gate, words);
-      }
+      to_words(gate, words, row, end, column + box, matrix, at.lane);
       Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
     }
   }
 
-  // A part's elements as words.
-  static DG_DEVICE void to_words(const float* sum, u32 (&words)[Store::kWords]) {
+  // A part's elements as words; FP8 also stores its scales. (row, column) is the place in D of this thread's first row of the part.
+  DG_DEVICE void to_words(const float* sum, u32 (&words)[Store::kWords], u32 row, u32 end, u32 column, Matrix matrix, u32 lane) const {
+    if constexpr (Tile::kElement == kE4m3) {
+      Final::cast(kernel, sum, words, row, end, column / 128, matrix, lane);
+    } else {
 #pragma unroll
-    for (u32 i = 0; i < Store::kWords; ++i) {
-      if constexpr (Tile::kElement == kF32) {
-        words[i] = __float_as_uint(sum[i]);
-      } else {
-        words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+      for (u32 i = 0; i < Store::kWords; ++i) {
+        if constexpr (Tile::kElement == kF32) {
+          words[i] = __float_as_uint(sum[i]);
+        } else {
+          words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+        }
       }
     }
   }

@@ -18,7 +18,7 @@ from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.kernels.epilogues import parse
-from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.gated import FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
