@@ -310,15 +310,16 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
   // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate.
   template <u32 kCount, u32 kRun, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* gate, float* up, u32 row, u32 end, Group group, u32 lane, u32 n, const At& at) {
-    if constexpr (Before::kScales) {
-      Before::template scale<kCount>(kernel, gate, row, end);
-      Before::template scale<kCount>(kernel, up, row, end);
-    }
-    // A lone consumer of 256 columns has few registers to spare: ptxas would mix all columns, and run out of them.
-    constexpr u32 kPart = Kernel::kConsumers == 1 && kCount > 64 ? 32 : kCount;
+    // ptxas would mix all columns where alpha is all that comes before the activation, or in the one consumer of 256 columns, and run out
+    // of registers.
+    constexpr u32 kPart = (Kernel::kConsumers == 1 || (kAlpha && !kHasBias)) && kCount > 64 ? 32 : kCount;
 #pragma unroll
     for (u32 part = 0; part < kCount; part += kPart, gate += kPart / 2, up += kPart / 2) {
       if constexpr (kPart < kCount) __syncwarp();
+      if constexpr (Before::kScales) {
+        Before::template scale<kPart>(kernel, gate, row, end);
+        Before::template scale<kPart>(kernel, up, row, end);
+      }
       if constexpr (kHasBias) {
         Before::template finish<kPart, false, kRun>(kernel, gate, row, end, group, lane, [&](u32 i) { return at(part + i); });
         Before::template finish<kPart, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(part + i); });
