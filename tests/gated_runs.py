@@ -77,7 +77,9 @@ def check(params: KernelParams, builder: Builder) -> None:
         more: dict[str, Any] = {"bias": tensors["bias"] if form == "none" else tensors["bias"][group]}
         more |= {"row_factor": each[part]}
         more = {name: tensor for name, tensor in more.items() if name in parts.tensors}
-        finish = Finish(parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, **more)
+        finish = Finish(
+            parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, interleaved=parts.interleaved, **more
+        )
         wanted = finish(exact[part], (slice(None), slice(None)))
         own = (group, slice(part.stop - part.start)) if form == "masked" else part
         if parts.cast:

@@ -35,7 +35,7 @@ MUTATIONS = [
              "(kEnds ? y + 64 <= end : y < end)", "y < end", ("ends", "counts")),
     Mutation("leave a group's last row out", "part_store.cuh", "row < rows; row += kRows",
              "row + 1 < rows; row += kRows", ("ends", "counts")),
-    Mutation("multiply by the first group's weights", "gemm_kernel.cuh", "return tile.group * n() + column(tile);",
+    Mutation("multiply by the first group's weights", "gemm_kernel.cuh", "return tile.group * B::rows(n()) + column(tile);",
              "return column(tile);", ("labels", "ends", "counts")),
     Mutation("scale by the first group's scales of B", "fp8_scaled.cuh", "tile.group * arg.scale_b_stride_g",
              "0 * arg.scale_b_stride_g", ("labels", "counts")),

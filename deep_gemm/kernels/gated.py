@@ -123,6 +123,7 @@ FP8_GATED = GemmFamily(
             {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"},
         ),
         ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
+        ((128, 256, (2, 1), 1, 1), {"epilogue": "bias:f32+swiglu+interleaved+fp8", "output": "e4m3"}),
     ),
 )
 
@@ -147,5 +148,6 @@ HALF_GATED = GemmFamily(
         ((128, 256), {"epilogue": "swiglu+fp8", "output": "e4m3", "grouping": "contiguous"}),
         ((128, 256), {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"}),
         ((64, 64), {"epilogue": "bias:f32+swiglu", "grouping": "masked"}),
+        ((128, 128), {"epilogue": "bias:bf16+swiglu+interleaved", "grouping": "contiguous"}),
     ),
 )

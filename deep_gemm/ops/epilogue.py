@@ -31,7 +31,8 @@ class Epilogue:
 
         d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
 
-    There row_factor, such as a router's weights, is a factor of the result. On a GPU, this version computes swiglu for
+    With ``interleaved`` rows of b are one of gate and one of up in turn, and so are elements of bias. row_factor, such
+    as a router's weights, is a factor of the result here. On a GPU, this version computes swiglu for
     FP8 with scales of 1 x 128 and 128 x 128 and I a multiple of 128, and for 16-bit operands that are K-major.
 
     d may be a pair (values, scales), E4M3 (M, columns) and float32 (M, columns / 128), in the masked form with the
@@ -56,6 +57,7 @@ class Epilogue:
             each group right after the one before.
         clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
             number is another kernel.
+        interleaved: whether rows of b are gate's and up's in turn, with swiglu, and not first all of gate's.
         use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two. Refused for another d.
 
     Raises:
@@ -76,6 +78,7 @@ class Epilogue:
     row_factor: Tensor | None = None
     clamp: float | None = None
     use_ue8m0: bool = False
+    interleaved: bool = False
     text: str = field(init=False, repr=False)
     parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
@@ -90,7 +93,7 @@ class Epilogue:
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
-        if self.activation == SWIGLU or self.clamp is not None or self.use_ue8m0 is not False:
+        if self.activation == SWIGLU or (self.clamp, self.use_ue8m0, self.interleaved) != (None, False, False):
             self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
@@ -123,7 +126,8 @@ class Epilogue:
         activation = self.activation if isinstance(self.activation, str) else ""
         clamp = None if self.clamp is None else float(self.clamp)
         expression = own.expression if own else None
-        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp, "", expression)
+        more = activation, self.residual is not None, clamp, "", expression, self.interleaved
+        parts = Parts(has_number, rows is not None, bias, *more)
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
@@ -136,9 +140,15 @@ class Epilogue:
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""
-        if not isinstance(self.use_ue8m0, bool):
-            raise InvalidInputError(f"use_ue8m0 must be True or False, but it is {shown(self.use_ue8m0)}.")
+        for name in ("use_ue8m0", "interleaved"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
         if self.activation != SWIGLU:
+            if self.interleaved:
+                raise InvalidInputError(
+                    f"interleaved says how swiglu's rows of b lie, but the activation is {shown(self.activation)}. "
+                    "Leave it out."
+                )
             if self.clamp is not None:
                 raise InvalidInputError(
                     f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
@@ -214,7 +224,7 @@ def _text_of(epilogue: Epilogue) -> str:
 def _checked(text: Any) -> str:
     if isinstance(text, str):
         parts = parse(text)
-        is_gated, has_gate = parts.is_gated, parts.clamp is not None
+        is_gated, has_gate = parts.is_gated, parts.clamp is not None or parts.interleaved
         known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
         known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
         may = not (parts.activation and parts.expression) and not ((is_gated or parts.cast) and parts.residual)
@@ -222,8 +232,8 @@ def _checked(text: Any) -> str:
             return str(parts)
     raise InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
-        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; clamp:LIMIT with "
-        f"swiglu alone; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; with swiglu alone "
+        f"interleaved and clamp:LIMIT; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
     )
 
 

@@ -84,6 +84,7 @@ class GemmOperands:
         parts = epilogues.parse(self.epilogue)
         own = None if parts.expression is None else in_torch(parts.expression, vectors)
         more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
+        more |= {"interleaved": parts.interleaved}
         return Finish(parts.activation, self.alpha, **more)
 
 

@@ -18,8 +18,9 @@ enum : u32 { kNoBias = 255 };
 #define DG_EPILOGUE Identity, false, false, kNoBias, false
 #endif
 
-// SwiGLU: columns of the product are a gate's and up's. kLimit, the bits of a float32, is that of `silu_mul`; infinity if there is none.
-template <u32 kLimit>
+// SwiGLU: columns of the product are a gate's, and then up's, or with kInterleaved one of each in turn. kLimit, the bits of a float32,
+// is that of `silu_mul`; infinity if there is none.
+template <u32 kLimit, bool kInterleaved = false>
 struct Swiglu {
   static DG_DEVICE float of(float gate, float up) {
     if constexpr (kLimit == 0x7F800000) return silu_mul(gate, up);
@@ -99,7 +100,7 @@ struct CastOf {
 // Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()`, `n()` and, for FP8, `columns()`.
 template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
 struct EpilogueOf : CastOf<kPowersOfTwo> {
-  enum : bool { kGated = false };
+  enum : bool { kGated = false, kInterleaved = false };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
   enum : bool { kCustom = Activates<Activation>::kCustom };
@@ -115,8 +116,9 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
     for (u32 i = 0; i < kCount / 2; ++i) sum[i] = __fmul_rn(sum[i], i & 2 ? high : low);
   }
 
-  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
-  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class Group, class At>
+  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D, and their
+  // biases kApart elements from one to the next.
+  template <u32 kCount, bool kPairs, u32 kRun, u32 kApart = 1, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, Group group, u32 lane, const At& at) {
     float bias = 0.0f;  // each lane has that of another column
     Values<Own::kColumns> each, even_values, odd_values;  // of a user's vectors: each lane has those of another column
@@ -128,7 +130,7 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       if constexpr (kHasBias) {
-        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun, group);
+        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun * kApart, group);
         const u32 from = 2 * i % kRun + lane % 4 * 2;
         const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
         sum[i] = __fadd_rn(sum[i], even);
@@ -300,14 +302,15 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
   }
 };
 
-// D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate, and then those of up.
-template <class Out, u32 kLimit, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
-struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
+// D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate and of up.
+template <class Out, u32 kLimit, bool kInBetween, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
+struct EpilogueOf<Out, Swiglu<kLimit, kInBetween>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
   using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
   using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
-  enum : bool { kGated = true, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
+  enum : bool { kGated = true, kInterleaved = kInBetween, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
 
-  // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate.
+  // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate, or
+  // with kInterleaved one.
   template <u32 kCount, u32 kRun, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* gate, float* up, u32 row, u32 end, Group group, u32 lane, u32 n, const At& at) {
     // ptxas would mix all columns where alpha is all that comes before the activation, or in the one consumer of 256 columns, and run out
@@ -321,8 +324,11 @@ struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowers
         Before::template scale<kPart>(kernel, up, row, end);
       }
       if constexpr (kHasBias) {
-        Before::template finish<kPart, false, kRun>(kernel, gate, row, end, group, lane, [&](u32 i) { return at(part + i); });
-        Before::template finish<kPart, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(part + i); });
+        constexpr u32 kApart = kInterleaved ? 2 : 1;
+        Before::template finish<kPart, false, kRun, kApart>(kernel, gate, row, end, group, lane,
+                                                            [&](u32 i) { return at(part + i) * kApart; });
+        Before::template finish<kPart, false, kRun, kApart>(kernel, up, row, end, group, lane,
+                                                            [&](u32 i) { return (kInterleaved ? 1 : n) + at(part + i) * kApart; });
       }
 #pragma unroll
       for (u32 i = 0; i < kPart / 2; ++i) gate[i] = Swiglu<kLimit>::of(gate[i], up[i]);

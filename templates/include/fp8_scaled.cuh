@@ -28,8 +28,9 @@ struct Fp8ScaledLayout {
   // boxes of A have some rows of a tile, so that most padding is not loaded.
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
-  enum : bool { kGated = Epilogue<Output<Tile::kElement>>::kGated };  // B is gate's rows, and then up's
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
+  using Final = Epilogue<Output<Tile::kElement>>;
+  enum : bool { kGated = Final::kGated, kInterleaved = Final::kInterleaved };  // B is gate's rows and up's
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1, kInterleaved>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
@@ -75,7 +76,8 @@ struct Fp8Scaled {
   };
 
   // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
-  using Columns = Choice<Layout::kGated, GatedColumns<kBlockN>, TileColumns<kBlockN>>;
+  using Halves = Choice<Layout::kInterleaved, InterleavedColumns<kBlockN>, GatedColumns<kBlockN>>;
+  using Columns = Choice<Layout::kGated, Halves, TileColumns<kBlockN>>;
   using Weights = BlockScales<Columns::kScales, typename Layout::Order>;
   static_assert(kScaling != k1D2D || Columns::kSegments == 1);
 
@@ -154,7 +156,7 @@ struct Fp8Scaled {
     typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
     for (u32 scale = 0; scale < Columns::kScales; ++scale)
-      found.row[scale] = Layout::kGated ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
+      found.row[scale] = Layout::kGated && !Layout::kInterleaved ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
     return found;
   }
 

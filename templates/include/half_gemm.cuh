@@ -21,7 +21,8 @@ struct HalfGemmLayout {
   enum : bool { kSwapped = Tile::kSwapped };
   // Rows and columns of a tile's sums. One consumer has some m64 slices of the rows, and stores the columns that its split of K owns.
   enum : u32 { kHeight = kSwapped ? +kBlockN : +kBlockM, kWidth = kSwapped ? +kBlockM : +kBlockN };
-  enum : bool { kGated = Epilogue<Output<Tile::kElement>>::kGated };  // B is gate's rows, and then up's
+  using Final = Epilogue<Output<Tile::kElement>>;
+  enum : bool { kGated = Final::kGated };  // B is gate's rows and up's
   enum : u32 { kSlices = kHeight / (64 * kConsumers), kColumns = kWidth / kClusterK / (kGated ? 2 : 1) };  // columns of D
   static_assert(kSlices * 64 * kConsumers == kHeight && kColumns % (kSwapped ? 8 : 16) == 0 && Mma::kN == kWidth);
   static_assert(!kGated || (Tile::kTmaStore && !kSwapped && kClusterK == 1 && !Tile::kMnMajorB), "other tiles have no gate");
@@ -32,7 +33,7 @@ struct HalfGemmLayout {
   enum : bool { kIdles = has_table(kGrouping) && kGrouping != kAlongK && kConsumers > 1 };
   // With groups along M boxes of A have some rows of a tile, so that most padding is not loaded.
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, Tile::kRowsOfA>;
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 2>, OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>>;
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 2, Final::kInterleaved>, OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>>;
   using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = BlockOrder<kClusterK, 1>;

@@ -92,6 +92,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"alpha": 0.5, "clamp": 1.5, "bias": True, "row_factor": True},
     "powers of two": {"use_ue8m0": True},
+    "interleaved": {"interleaved": True, "bias": True},
     "no gate": {"activation": "gelu", "alpha": 0.5, "bias": True, "row_factor": True},
     "no activation": {"activation": None},
 }
@@ -120,7 +121,8 @@ def wanted(case: Case, parts: dict[str, Any]) -> torch.Tensor:
     deep_gemm.set_batch_invariant(True)  # K in one order, as groups have it
     for group, rows in enumerate(case.routing.slices()):
         own = {name: value for name, value in parts.items() if name != "use_ue8m0"}
-        own |= {"bias": own["bias"][group], "row_factor": own["row_factor"][rows]} if "bias" in own else {}
+        own |= {"bias": own["bias"][group]} if "bias" in own else {}
+        own |= {"row_factor": own["row_factor"][rows]} if "row_factor" in own else {}
         epilogue = Epilogue(**{"activation": "swiglu", **own})
         if case.kind == "bf16":
             deep_gemm.bf16_gemm_nt(case.a[rows], case.b[group], found[rows], epilogue=epilogue)

@@ -160,6 +160,7 @@ PARTS: dict[str, dict[str, object]] = {
     "plain": {},
     "all": {"alpha": 0.5, "clamp": 1.5},
     "powers of two": {"use_ue8m0": True},
+    "interleaved": {"interleaved": True},
 }
 SIZES = ((1, 128, 256), (33, 1024, 1152), (300, 512, 656))
 

@@ -26,6 +26,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "swiglu": {"activation": "swiglu"},
     "all of swiglu": {"activation": "swiglu", "alpha": 0.5, "bias": F32, "row_factor": True, "clamp": 1.5},
     "powers of two": {"activation": "swiglu", "use_ue8m0": True},
+    "interleaved": {"activation": "swiglu", "interleaved": True, "bias": F32},
     "plain": {"activation": "gelu", "alpha": 0.5, "bias": BF16, "row_factor": True},
     "alpha, a tensor": {"alpha": torch.tensor(0.5), "bias": F32},
 }
@@ -54,7 +55,7 @@ def spread(case: Case, form: str, whole: Epilogue) -> Epilogue:
 
 
 def of_group(whole: Epilogue, group: int, rows: slice) -> Epilogue:
-    given = {name: getattr(whole, name) for name in ("activation", "alpha", "clamp", "use_ue8m0")}
+    given = {name: getattr(whole, name) for name in ("activation", "alpha", "clamp", "use_ue8m0", "interleaved")}
     bias, each = whole.bias, whole.row_factor
     given |= {"bias": None if bias is None else bias[group], "row_factor": None if each is None else each[rows]}
     return Epilogue(**given)

@@ -125,7 +125,8 @@ def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, e
 
 
 @pytest.mark.parametrize(
-    "text", ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu", "silu+fp8"]
+    "text",
+    ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu", "silu+fp8", "swiglu+interleaved"],
 )
 def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> None:
     """As calls ask for."""
@@ -136,6 +137,7 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
     pairs = [deep_gemm.per_block_cast_to_fp8(each.bfloat16(), False) for each in b]
     y = tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
     parts = {"activation": "swiglu", "use_ue8m0": "ue8m0" in text}
+    parts |= {"interleaved": True} if "interleaved" in text else {}
     parts |= {"clamp": 7.0} if "clamp" in text else {}
     parts |= {"row_factor": factors} if "rows" in text else {}
     if "silu" in text:
@@ -186,6 +188,7 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
         "alpha+custom:own",
         "silu+residual+fp8",
         "clamp:7.0",
+        "silu+interleaved",
         "swiglu+residual",
         "silu+custom:own(;) return x;",
     ],

@@ -46,6 +46,8 @@ def steps(product: torch.Tensor, **parts: Any) -> torch.Tensor:
     x = product * parts.get("alpha", 1.0)
     x = x + parts["bias"] if "bias" in parts else x
     gate, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    if parts.get("interleaved"):
+        gate, up = x.unflatten(1, (-1, 2)).unbind(2)
     if "clamp" in parts:
         gate, up = gate.clamp(max=parts["clamp"]), up.clamp(-parts["clamp"], parts["clamp"])
     h = torch.nn.functional.silu(gate) * up
@@ -56,6 +58,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clamp": {"clamp": 0.5},
     "all": {"alpha": 0.5, "bias": random(2 * INNER, seed=3), "clamp": 2, "row_factor": random(M, seed=4)},
+    "interleaved": {"interleaved": True, "bias": random(2 * INNER, seed=3)},
 }
 
 
@@ -141,6 +144,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "clamp, too large": (given(clamp=1e39), "clamp must be a number from 0 that float32 can hold"),
     "clamp, a text": (given(clamp="7"), "clamp must be a number from 0 .*, but it is '7'"),
     "clamp of another": (given(activation="silu", clamp=1.0), "clamp is swiglu's limit, but the activation is 'silu'"),
+    "interleaved of another": (
+        given(activation="silu", interleaved=True),
+        "interleaved says how swiglu's rows of b lie, but the activation is 'silu'. Leave it out",
+    ),
+    "interleaved": (given(interleaved=1), "interleaved must be True or False, but it is 1"),
     "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
     "use_ue8m0 of no FP8": (
         given(torch.empty(M, INNER, dtype=BF16), use_ue8m0=True),
@@ -272,9 +280,31 @@ def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
         assert of_d.dims == (n // 2, 70)
 
 
+@pytest.mark.parametrize("op", ["bf16_gemm_nt", "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked"])
+def test_interleaved_rows_are_two_matrices(op: str) -> None:
+    """One of each second row, and one of the rows between; groups lie one after the other."""
+    family, size = (HALF_GATED, 2) if op == "bf16_gemm_nt" else (FP8_GATED, 1)
+    groups = 3 if "grouped" in op else 1
+    spec = ops.spec(70, 512, 384, 132, op, groups=groups, expected_m=64, epilogue="swiglu+interleaved", aligned=True)
+    strides = {
+        "a": (384, 1),
+        "b": (400, 1),
+        "d": (256, 1),
+        "sfa": (1, 72),
+        "sfb": (6, 3, 1)[-2 if groups == 1 else 0 :],
+    }
+    params = family.params(spec, family.configs(SM90)[0], SM90)
+    made = family.launch(params, spec, strides, False, False)  # type: ignore[arg-type]
+    gate, up = (each for each in made.parameters if isinstance(each, Map) and each.operand == "b")
+    assert gate.spec == up.spec
+    assert (gate.spec.dims, gate.spec.strides) == ((384, groups * 256), (2 * 400 * size,))
+    assert (gate.offset, up.offset) == (0, 400 * size)
+
+
 TEXTS = {
     Parts(activation="swiglu"): "swiglu",
     Parts(activation="swiglu", clamp=7.0, cast="1x128"): "swiglu+clamp:7.0+fp8",
+    Parts(activation="swiglu", clamp=7.0, interleaved=True): "swiglu+interleaved+clamp:7.0",
     Parts(True, True, "bf16", "swiglu", False, 0.1, "ue8m0"): "alpha+rows+bias:bf16+swiglu+clamp:0.1+fp8:ue8m0",
 }
 
