@@ -190,7 +190,7 @@ class Replay:
         places = dict(zip(self._names, addresses, strict=True))
         launches = [self._launch(index, places).at for index in range(len(self._plans))]
         picks = tuple(tuple(map(self._names.index, step.operands.values())) for step in self._work.steps)
-        if picks == (tuple(range(len(self._names))),):
+        if not scratch and picks == (tuple(range(len(at))),):
             self._run = launches[0]
         else:
             self._run = runner(len(at), len(scratch), picks)(scratch, launches)
