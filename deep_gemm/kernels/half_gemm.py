@@ -257,9 +257,11 @@ class HalfGemm(Template):
     def box_columns(self, config: GemmConfig, output: str) -> int:
         """Columns of one staged part of a tile: rows of 128 bytes if the columns that one CTA stores, or with swap-AB
         an m64 slice, allow that."""
-        stored = 64 if config.swap_ab else self.columns_of_d(config.block_n) // config.cluster_k
-        widest = {"f32": 32, "e4m3": 128}.get(output, 64)
-        return next((columns for columns in (widest, 32) if stored % columns == 0), 16)
+        stored = 64 if config.swap_ab else config.block_n // config.cluster_k // (2 if self.gated else 1)
+        widest = 128 // BYTES[output]
+        if stored % widest == 0:
+            return widest
+        return 32 if stored % 32 == 0 else 16
 
     def _staging_buffers(self, config: GemmConfig, output: str) -> int:
         """Staging buffers of a consumer. One if tiles are staged late. Otherwise two, because consumers wait for a free
