@@ -1,5 +1,5 @@
 """The first half of a gated MLP, dense and of experts: one launch with SwiGLU and FP8 output, against our GEMM and our
-silu-and-cast kernel.
+silu-and-cast kernel. And FP8 output of a layer without a gate, against a product with its activation and a cast.
 
     python benchmarks/swiglu.py --output FILE
 
@@ -25,7 +25,7 @@ from deep_gemm.testing import timing
 
 INNER, HIDDEN = 2048, 7168
 Calls = dict[str, Callable[[], Any]]
-SWIGLU = Epilogue(activation="swiglu")
+SWIGLU, CAST = Epilogue(activation="swiglu"), Epilogue()
 
 
 def pair_of(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,6 +49,47 @@ def dense(m: int, inner: int = INNER, hidden: int = HIDDEN) -> Calls:
         "apart": apart,
         "fused": lambda: deep_gemm.fp8_gemm_nt(x, w, h, epilogue=SWIGLU),
         "fused, bf16": lambda: deep_gemm.fp8_gemm_nt(x, w, d, epilogue=SWIGLU),
+        "interleaved": lambda: deep_gemm.fp8_gemm_nt(x, w, h, epilogue=Epilogue(activation="swiglu", interleaved=True)),
+    }
+
+
+def halves(m: int, inner: int = INNER, hidden: int = HIDDEN) -> Calls:
+    """The same of BF16, with d of BF16 and of FP8; and with interleaved rows of weights."""
+    x = torch.randn(m, hidden, device="cuda").bfloat16()
+    w = (torch.randn(2 * inner, hidden, device="cuda") / 32).bfloat16()
+    half, d = (torch.empty(m, columns, device="cuda", dtype=torch.bfloat16) for columns in (2 * inner, inner))
+    h = pair_of(m, inner)
+    turns = Epilogue(activation="swiglu", interleaved=True)
+
+    def apart() -> None:
+        deep_gemm.bf16_gemm_nt(x, w, half)
+        fused.silu_and_mul(half, d)
+
+    return {
+        "product": lambda: deep_gemm.bf16_gemm_nt(x, w, half),
+        "apart": apart,
+        "fused": lambda: deep_gemm.bf16_gemm_nt(x, w, d, epilogue=SWIGLU),
+        "fused, fp8": lambda: deep_gemm.bf16_gemm_nt(x, w, h, epilogue=SWIGLU),
+        "interleaved": lambda: deep_gemm.bf16_gemm_nt(x, w, d, epilogue=turns),
+    }
+
+
+def activated(m: int, n: int = 2 * INNER, hidden: int = HIDDEN) -> Calls:
+    """A layer with bias and SiLU to FP8, without a gate."""
+    x = quantize.rows(torch.randn(m, hidden, device="cuda").bfloat16())
+    w = quantize.blocks(torch.randn(n, hidden, device="cuda").bfloat16() / 32)
+    half, (h, both) = torch.empty(m, n, device="cuda", dtype=torch.bfloat16), (pair_of(m, n) for _ in range(2))
+    epilogue = Epilogue(torch.randn(n, device="cuda"), "silu")
+
+    def apart() -> None:
+        deep_gemm.fp8_gemm_nt(x, w, half, epilogue=epilogue)
+        quantize.rows(half, out=both)
+
+    return {
+        "product": lambda: deep_gemm.fp8_gemm_nt(x, w, half),
+        "apart": apart,
+        "fused": lambda: deep_gemm.fp8_gemm_nt(x, w, h, epilogue=epilogue),
+        "alone": lambda: deep_gemm.fp8_gemm_nt(x, w, h, epilogue=CAST),
     }
 
 
@@ -111,6 +152,11 @@ CASES: dict[str, tuple[str, Callable[[], Calls]]] = {
     "dense 1024": ("flush", lambda: dense(1024)),
     "dense 8192, K 2048": ("flush", lambda: dense(8192, 2048, 2048)),
     "dense 64 in a graph": ("graph", lambda: dense(64)),
+    "BF16 4096": ("flush", lambda: halves(4096)),
+    "BF16 64": ("flush", lambda: halves(64)),
+    "SiLU to FP8, 4096": ("flush", lambda: activated(4096)),
+    "SiLU to FP8, 4096, K 2048": ("flush", lambda: activated(4096, hidden=2048)),
+    "SiLU to FP8, 64": ("flush", lambda: activated(64)),
     "contiguous 8 x 4096": ("flush", lambda: contiguous(8, 4096)),
     "contiguous 32 x 256": ("flush", lambda: contiguous(32, 256)),
     "masked 32 x 20 in a graph": ("graph", lambda: masked(32, 20, 64)),

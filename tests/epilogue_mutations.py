@@ -40,7 +40,7 @@ _OWN, _OWN_SWAPPED = ("vectors", "vectors, FP8", "place"), ("vectors, swapped", 
 
 # fmt: off
 MUTATIONS = [
-    Mutation("take the bias of the next column", "finish.cuh", "at(2 * i) + lane % kRun, group)",
+    Mutation("take the bias of the next column", "finish.cuh", "at(2 * i) + lane % kRun * kApart, group)",
              "at(2 * i) + 1 + lane % kRun, group)", (*_UPRIGHT, *_OWN)),
     Mutation("give two columns one bias", "finish.cuh", "sum[i + 3] = __fadd_rn(sum[i + 3], odd);",
              "sum[i + 3] = __fadd_rn(sum[i + 3], even);", (*_UPRIGHT, *_OWN)),

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from forced import ALPHA, DTYPES, fits, force_gemm, mn_major, scaling_of
 
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.kernels.epilogues import parse
+from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.reference import Finish, Scalings, exact_product
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.spec import align, ceil_div
+from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 from deep_gemm.testing import guarded, guarded_copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,6 +31,7 @@ EXPRESSIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 """Epilogues with expressions, exact too, and the same in torch."""
 SHAPES = [(200, 520, 656, 8), (37, 264, 128, 132), (1, 8, 16, 132)]
+CAST_SHAPES = [(200, 640, 656, 8), (37, 256, 128, 132), (1, 128, 16, 132)]
 ODD_SHAPES = [(100, 333, 400, 8), (1, 1, 128, 132)]
 
 
@@ -71,7 +74,7 @@ def vectors(text: str, m: int, n: int, out: torch.dtype, padding: int = 0) -> di
         found |= {
             name: powers(size, seed=7 + at) for at, (name, size) in enumerate(zip(own.labels, sizes, strict=False))
         }
-    return {name: found[name] for name in parts.tensors}
+    return {name: found[name] for name in parts.tensors if name != "sfd"}
 
 
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, activation: str) -> None:
@@ -95,27 +98,35 @@ def finish_of(text: str, tensors: dict[str, torch.Tensor]) -> Finish:
         def own(x: torch.Tensor, where: tuple[slice, slice]) -> torch.Tensor:
             row, column = (torch.arange(size, device=DEVICE) for size in x.shape)
             places = {name: at for name, at in (("row", row[:, None]), ("column", column)) if expression.uses(name)}
-            return EXPRESSIONS[text](x, **values, **places)
+            return EXPRESSIONS[str(replace(parts, cast=""))](x, **values, **places)
 
     return Finish(parts.activation, ALPHA if parts.alpha else 1.0, **given, own=own)
 
 
 def check(params: KernelParams, function: Function) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
-    the residual is NaN."""
-    out = DTYPES[params.output]
-    for m, n, k, sms in SHAPES if params.store == "tma" else ODD_SHAPES:
+    the residual is NaN. FP8 is the cast of a result that is exact."""
+    parts = parse(params.epilogue)
+    out = torch.float8_e4m3fn if parts.cast else DTYPES[params.output]
+    for m, n, k, sms in CAST_SHAPES if parts.cast else SHAPES if params.store == "tma" else ODD_SHAPES:
         if params.dtype != "e4m3" and not fits(params, m, n, k, sms):
             continue
         tensors, exact = product(params.dtype, m, n, k, scaling_of(params))
         more = vectors(params.epilogue, m, n, out, 8 if params.store == "tma" else 1)
-        d = guarded((m, n), out, DEVICE, (align(n, 8) + 8, 1) if params.store == "tma" else None)
-        stream = engine.raw_stream(torch.cuda.current_device())
-        force_gemm(params, function, {**tensors, **more, "d": d.tensor}, sms, stream)()
+        d = guarded((m, n), out, DEVICE, (align(n, 8) + 16, 1) if params.store == "tma" else None)
+        sfd = guarded((m, ceil_div(n, SCALE_BLOCK)), F32, DEVICE, (1, align(m, 4) + 4))
+        given = {**tensors, **more, "d": d.tensor, **({"sfd": sfd.tensor} if parts.cast else {})}
+        force_gemm(params, function, given, sms, engine.raw_stream(torch.cuda.current_device()))()
         torch.cuda.synchronize()
         d.check(f"d, {m} x {n} x {k}")
+        sfd.check(f"scales of d, {m} x {n} x {k}")
         wanted = finish_of(params.epilogue, more)(exact, (slice(None), slice(None)))
-        assert_close(d.tensor, wanted, parse(params.epilogue).activation)
+        if not parts.cast:
+            assert_close(d.tensor, wanted, parts.activation)
+            continue
+        values, scales = cast_blocks(wanted, 1, SCALE_BLOCK, parts.cast == "ue8m0")
+        assert torch.equal(d.tensor.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(sfd.tensor, scales)
 
 
 def is_right(params: KernelParams, function: Function) -> bool:

@@ -1,4 +1,5 @@
-"""One call of each kernel with a gate (SwiGLU) with given device code, whose result and surroundings are checked."""
+"""One call of each kernel with a gate (SwiGLU) or FP8 output with given device code, whose result and surroundings are
+checked."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from forced import ALPHA, DTYPES
 from grouped_cases import E4M3, Case, Routing, strides
-from grouped_runs import launch
+from grouped_runs import kind_of, launch
 from k_grouped_cases import DEVICE
 
 from deep_gemm.jit import Builder
@@ -39,18 +40,20 @@ def is_right(params: KernelParams, builder: Builder) -> bool:
 
 def check(params: KernelParams, builder: Builder) -> None:
     """Assert it."""
-    form, parts = params.grouping, parse(params.epilogue)
-    case = Case("fp8", ONE if form == "none" else ROUTING, 2 * INNER, K, DEVICE, integers=True)
-    case.sfb /= 32  # sums are about 4
+    form, parts, kind = params.grouping, parse(params.epilogue), kind_of(params)
+    inner = INNER if kind == "fp8" or parts.cast else INNER + 8  # 16-bit tiles may cross the edge of D
+    case = Case(kind, ONE if form == "none" else ROUTING, 2 * inner, K, DEVICE, integers=True)
+    (case.sfb if kind == "fp8" else case.b).div_(32)  # sums are about 4
     a, b, layout = case.arguments("contiguous" if form == "none" else form, MAX_M)
-    rows, blocks = a[0].shape[:-1], INNER // SCALE_BLOCK
-    d = guarded((*rows, INNER), E4M3 if parts.cast else DTYPES[params.output], DEVICE, strides(rows, INNER + 16))
+    rows, columns = (a[0] if kind == "fp8" else a).shape[:-1], inner if parts.is_gated else 2 * inner
+    blocks = columns // SCALE_BLOCK
+    d = guarded((*rows, columns), E4M3 if parts.cast else DTYPES[params.output], DEVICE, strides(rows, columns + 16))
     step = align(rows[-1], 4) + 4
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
     sfd = guarded((*rows, blocks), torch.float32, DEVICE, of_scales)
     given: dict[str, Any] = {"a": a, "b": b, "d": d.tensor, "epilogue": params.epilogue}
     given |= {"alpha": ALPHA} if parts.alpha else {}
-    bias, each = random(len(case.routing.counts), 2 * INNER, seed=3), random(case.routing.m, seed=4)
+    bias, each = random(len(case.routing.counts), 2 * inner, seed=3), random(case.routing.m, seed=4)
     tensors = {
         "bias": bias.to(DTYPES.get(parts.bias, torch.float32)),
         "row_factor": case.spread(each[:, None], MAX_M)[..., 0] if form == "masked" else each,
@@ -58,10 +61,10 @@ def check(params: KernelParams, builder: Builder) -> None:
     }
     operation: Any
     if form == "none":
-        operation, tensors["bias"] = Dense("fp8_gemm_nt", fused=parts.tensors), tensors["bias"][0]
-        given["b"] = b[0][0], b[1][0]
+        operation, tensors["bias"] = Dense(f"{kind}_gemm_nt", fused=parts.tensors), tensors["bias"][0]
+        given["b"] = (b[0][0], b[1][0]) if kind == "fp8" else b[0]
     else:
-        name = f"m_grouped_fp8_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}"
+        name = f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}"
         operation = MGrouped(name, fused=parts.tensors)
         given[operation.layout] = layout
         given |= {"expected_m": 64} if form == "masked" else {"alignment": 128, "use_psum_layout": form == "psum"}
@@ -74,7 +77,9 @@ def check(params: KernelParams, builder: Builder) -> None:
         more: dict[str, Any] = {"bias": tensors["bias"] if form == "none" else tensors["bias"][group]}
         more |= {"row_factor": each[part]}
         more = {name: tensor for name, tensor in more.items() if name in parts.tensors}
-        finish = Finish("swiglu", ALPHA if parts.alpha else 1.0, clamp=parts.clamp, **more)
+        finish = Finish(
+            parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, interleaved=parts.interleaved, **more
+        )
         wanted = finish(exact[part], (slice(None), slice(None)))
         own = (group, slice(part.stop - part.start)) if form == "masked" else part
         if parts.cast:

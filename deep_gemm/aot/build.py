@@ -39,17 +39,17 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, 
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
     alignment, parts = get_mk_alignment_for_contiguous_layout(), epilogues.parse(shape.epilogue)
-    gated: dict[str, Any] = {}
-    if parts.is_gated:  # d has half of the columns, of one byte or two
-        gated = {"aligned": shape.n // 2 * (1 if parts.cast else 2) % 16 == 0}
-        gated |= {"output": "e4m3"} if parts.cast else {}
+    finished: dict[str, Any] = {"output": "e4m3"} if parts.cast else {}
+    if parts.is_gated or parts.cast:  # d may have half of the columns, of one byte or two
+        columns = shape.n // 2 if parts.is_gated else shape.n
+        finished["aligned"] = columns * (1 if parts.cast else 2) % 16 == 0
     return ops.spec(
         *(*sizes, sms, shape.op, whole_gpu),
         groups=shape.groups,
         alignment=alignment,
         expected_m=shape.expected,
         epilogue=shape.epilogue,
-        **gated,
+        **finished,
     )
 
 

@@ -22,8 +22,9 @@ class Parts:
     """``D = activation(alpha * row_factor * product (+ C) + bias) + residual``: which of these there are.
 
     ``bias`` is its dtype. ``clamp`` is SwiGLU's limit, and ``cast`` says whether D is FP8 with "1x128" scales, or with
-    such that are powers of two, "ue8m0". In place of an ``activation`` there may be an ``expression``. Specs and params
-    hold the text of this, such as "alpha+bias:f32+gelu"; "none" if there is no epilogue.
+    such that are powers of two, "ue8m0". In place of an ``activation`` there may be an ``expression``. ``interleaved``:
+    rows of B are a gate's and up's in turn. Specs and params hold the text of this, such as "alpha+bias:f32+gelu";
+    "none" if there is no epilogue.
     """
 
     alpha: bool = False
@@ -34,12 +35,13 @@ class Parts:
     clamp: float | None = None
     cast: str = ""
     expression: Expression | None = None
+    interleaved: bool = False
 
     def __str__(self) -> str:
         bias = f"bias:{self.bias}" if self.bias else ""
         found = ("alpha" * self.alpha, "rows" * self.row_factor, bias, self.activation, "residual" * self.residual)
         clamp = "" if self.clamp is None else f"clamp:{self.clamp!r}"
-        text = "+".join(filter(None, (*found, clamp, _CASTS[self.cast])))
+        text = "+".join(filter(None, (*found, "interleaved" * self.interleaved, clamp, _CASTS[self.cast])))
         if self.expression is not None:  # the last part, since it may have any letters
             text += f"{'+' * bool(text)}{self.expression}"
         return text or "none"
@@ -70,7 +72,8 @@ class Parts:
         activation = self.activation.title().replace("_", "") or ("Custom" if self.expression else "Identity")
         if self.is_gated:
             limit = float("inf") if self.clamp is None else self.clamp
-            activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}>"
+            turns = ", true" if self.interleaved else ""
+            activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}{turns}>"
         flags = [str(flag).lower() for flag in (self.alpha, self.row_factor, self.residual)]
         powers = ", true" if self.cast == "ue8m0" else ""
         return f"{activation}, {flags[0]}, {flags[1]}, {_ELEMENTS[self.bias]}, {flags[2]}{powers}"
@@ -115,7 +118,8 @@ def parse(text: str) -> Parts:
     bias = next((word.partition(":")[2] for word in words if word.startswith("bias:")), "")
     clamp = next((float(word.partition(":")[2]) for word in words if word.startswith("clamp:")), None)
     cast = next(cast for cast, word in reversed(_CASTS.items()) if word in words or not cast)
-    known = ("alpha", "rows", "residual", f"bias:{bias}", f"clamp:{clamp!r}", _CASTS[cast])
+    known = ("alpha", "rows", "residual", "interleaved", f"bias:{bias}", f"clamp:{clamp!r}", _CASTS[cast])
     activation = next((word for word in words if word not in known), "")
     expression = Expression.parse(own) if own else None
-    return Parts("alpha" in words, "rows" in words, bias, activation, "residual" in words, clamp, cast, expression)
+    own_parts = bias, activation, "residual" in words, clamp, cast, expression, "interleaved" in words
+    return Parts("alpha" in words, "rows" in words, *own_parts)

@@ -7,9 +7,9 @@ from typing import Any
 from ..params import GemmConfig
 from ..spec import GemmSpec
 from . import serving
-from .fp8_gated import FP8_GATED
 from .fp8_gemm import Fp8Gemm
 from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
+from .gated import FP8_GATED, HALF_GATED
 from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
 from .half_gemm import HalfGemm
 from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
@@ -102,7 +102,7 @@ FP8_SCALED = GemmFamily(
     serving=serving.FP8_SCALED,
     dtypes=("e4m3",),
     scalings=("1d1d", "1d2d", "rowwise"),
-    outputs=("f32", "bf16", "f16"),
+    outputs=("f32", "bf16", "f16", "e4m3"),
     limit=_rows_have_own_kernel,
     label="any ",
     serving_options=_any_scaling,
@@ -123,6 +123,8 @@ FP8_SCALED = GemmFamily(
         ((64, 64), {"scaling": "rowwise", "output": "bf16", "store": "direct"}),
         ((128, 128), {"scaling": "rowwise", "output": "bf16", "accumulate": "reads"}),
         ((128, 128), {"shape": SHAPE}),
+        ((128, 256, (1, 1), 1, 1), {"scaling": "1d2d", "output": "e4m3", "epilogue": "bias:f32+gelu+fp8"}),
+        ((64, 128), {"output": "e4m3", "epilogue": "rows+silu+fp8:ue8m0"}),
     ),
 )
 
@@ -205,7 +207,7 @@ FP8_GROUPED = GemmFamily(
     serving=serving.FP8_GROUPED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
-    outputs=("bf16",),
+    outputs=("bf16", "e4m3"),
     groupings=ALONG_M,
     accumulates=("none",),
     label="any ",
@@ -213,6 +215,7 @@ FP8_GROUPED = GemmFamily(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((128, 256, (1, 1), 1), {"grouping": "masked", "output": "e4m3", "epilogue": "rows+bias:bf16+gelu+fp8"}),
     ),
 )
 
@@ -240,8 +243,9 @@ HALF_GEMM = GemmFamily(
     serving=serving.HALF_GEMM,
     dtypes=("bf16", "f16"),
     majors=ALL_MAJORS,
-    outputs=(SAME, "f32"),
+    outputs=(SAME, "f32", "e4m3"),
     varied=(
+        ((128, 256), {"output": "e4m3", "epilogue": "bias:f32+gelu+fp8"}),
         ((128, 128), {"majors": "km"}),
         ((128, 256), {"majors": "mm"}),
         ((256, 128), {"majors": "mk"}),
@@ -318,13 +322,14 @@ HALF_GROUPED = GemmFamily(
     serving=serving.HALF_GROUPED,
     dtypes=("bf16", "f16"),
     majors=("kk", "km"),
-    outputs=(SAME,),
+    outputs=(SAME, "e4m3"),
     groupings=ALONG_M,
     accumulates=("none",),
     limit=_mn_major_b_has_whole_blocks,
     varied=(
         ((128, 256), {"grouping": "masked", "majors": "km"}),
         ((64, 64), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((128, 128), {"grouping": "masked", "output": "e4m3", "epilogue": "rows+bias:bf16+silu+fp8"}),
         ((128, 128), {"dtype": "f16", "output": "f16", "grouping": "psum", "segments": 256}),
     ),
 )
@@ -378,5 +383,5 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GATED, FP8_GEMM, FP8_GROUPED, FP8_HEADS),
     *(FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(HALF_BATCHED, HALF_GATED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
 )

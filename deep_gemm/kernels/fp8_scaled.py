@@ -153,9 +153,14 @@ class Fp8Scaled(Template):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a block of B's scales ends inside a tile, except for those of 256 columns, nor with too few
-        registers."""
+        registers. FP8 is written by consumers that complete all columns of a scale at once; with scales of rows, those
+        of more columns have too few registers."""
         if scaling == "1d2d" and config.block_n & (config.block_n - 1):
             return False
+        if spec.d.dtype == "e4m3":
+            wide = scaling == "rowwise" and config.block_n > SCALE_BLOCK
+            if wide or self.box_columns(config, "e4m3") != SCALE_BLOCK:
+                return False
         return enough_registers(config, mma_n(config), more_registers(scaling, accumulate, spec.d.aligned))
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:

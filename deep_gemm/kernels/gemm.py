@@ -16,7 +16,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
 from ..records import record
 from ..settings import settings
-from ..spec import Accumulate, GemmSpec, Grouping, Spec
+from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, ffma_bursts, groups
 from . import gemm_source as source
 from .base import Argument, Kernel, Strides, Value
@@ -123,8 +123,18 @@ class GemmFamily(Kernel):
             return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
         if not self.has_residuals and parts.residual:
             return "it adds no residual"
-        if spec.grouping != "none" and epilogues.parse(spec.epilogue).expression:
+        if spec.grouping != "none" and parts.expression:
             return "with groups it takes no expression of a user"
+        if bool(parts.cast) != (d.dtype == "e4m3"):
+            return (
+                f"D of FP8 has scales, which an epilogue asks for, but D is {d.dtype} and the epilogue {spec.epilogue}"
+            )
+        if parts.cast and (parts.residual or spec.accumulate != "none"):
+            return "it adds nothing to a D of FP8 but a bias"
+        if parts.cast and (columns := self.rules.columns_of_d(spec.n)) % SCALE_BLOCK:
+            return f"columns of a D of FP8 must be a multiple of {SCALE_BLOCK}, not {columns}"
+        if parts.cast and not d.aligned:
+            return "rows of a D of FP8 must begin on 16-byte boundaries"
         if spec.accumulate not in self.accumulates:
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)

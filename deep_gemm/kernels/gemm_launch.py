@@ -12,6 +12,7 @@ from ..params import GemmConfig, KernelParams
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from . import groups
 from .base import Strides, Value
+from .epilogues import parse
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import Raster, divisor, raster
 from .template import BYTES, Template
@@ -32,8 +33,11 @@ def dense(
     if rules.scales_have_edges:
         maps_b, map_b_last, columns = _segment_maps(box_b, n, c)
     else:
-        columns = left(n, c.block_n)
-        map_b, map_b_last = operand_maps(box_b, "b", n, rules.columns_of_d(c.block_n) // c.cluster_m, columns)
+        columns = c.block_n if rules.gated else left(n, c.block_n)
+        if rules.gated:
+            map_b, map_b_last = _gated_maps(rules, params, spec, n, strides)
+        else:
+            map_b, map_b_last = operand_maps(box_b, "b", n, c.block_n // c.cluster_m, columns)
         maps_b = [map_b]
     values: dict[str, Value] = {
         "last_rows": rows,
@@ -107,17 +111,18 @@ def along_m(
     c, masked = params.gemm, spec.grouping == "masked"
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
     boxes_a = _boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
-    boxes_b = _boxes(replace(spec, n=spec.groups * spec.n), spec.b, "b", strides, spec)
-    map_a, map_b = (
-        Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a"),
-        Map(boxes_b(rules.columns_of_d(c.block_n)), "b"),
-    )
+    n = spec.groups * spec.n
+    map_a = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a")
+    if rules.gated:
+        map_b, map_b_last = _gated_maps(rules, params, spec, n, strides)
+    else:
+        map_b = map_b_last = Map(_boxes(replace(spec, n=n), spec.b, "b", strides, spec)(c.block_n), "b")
     values: dict[str, Value] = {
         **groups.along_m_values(spec, c, strides),
         "map_a": map_a,
         "map_b": map_b,
         "map_a_last": map_a,
-        "map_b_last": map_b,
+        "map_b_last": map_b_last,
     }
     if params.scaling == "1d2d":
         all_blocks = blocks * (spec.groups if masked else 1)
@@ -148,6 +153,18 @@ def along_k(
         step, row, _ = strides["d"]
         values["map_d"] = _map_d(rules, params, (spec.n, spec.m, spec.groups), (row, step))
     return groups.along_k_ctas(spec, c), values
+
+
+def _gated_maps(rules: Template, params: KernelParams, spec: GemmSpec, n: int, strides: Strides) -> tuple[Map, Map]:
+    """The tensor maps of gate's rows and of up's, of ``n`` rows of B in all; the same one if they are not interleaved.
+    All boxes are whole."""
+    rows = rules.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
+    row, column = strides["b"]
+    if not parse(params.epilogue).interleaved:
+        both = Map(_boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
+        return both, both
+    each = _boxes(replace(spec, n=n // 2), spec.b, "b", {**strides, "b": (2 * row, column)}, spec)(rows)
+    return Map(each, "b"), Map(each, "b", row * BYTES[spec.b.dtype])
 
 
 def _map_d(

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
-from ..spec import GemmSpec, ceil_div
+from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
 from .gemm_features import PACKING, Counts
 from .groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
 from .template import BARRIER_BYTES, BYTES, MAX_STAGES, ONE_ORDER, Template, stages_that_fit
@@ -175,7 +175,9 @@ class HalfGemm(Template):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
-        split K has no block."""
+        split K has no block. FP8 is written by CTAs that store all columns of a scale."""
+        if spec.d.dtype == "e4m3" and self.box_columns(config, "e4m3") != SCALE_BLOCK:
+            return False
         if config.parts and parts(config, spec) < 2:
             return False
         splits = config.cluster_k * config.consumers_k
@@ -214,19 +216,18 @@ class HalfGemm(Template):
             direct=not aligned,
             store_warp=aligned,
             promotion=0.0,
-            stored_row=_box_columns(config, output) * BYTES[output],
+            stored_row=self.box_columns(config, output) * BYTES[output],
             element=_SWAPPED_ELEMENT if self.swap_ab else _F32_ELEMENT if wide else 1.0,
-            buffered=_staging_buffers(config, "f32") * _staging_bytes(config, "f32") // 4 if wide and aligned else 0,
+            buffered=self._staging_buffers(config, "f32") * self._staging_bytes(config, "f32") // 4
+            if wide and aligned
+            else 0,
             hides_epilogue=aligned and _stores_late(config, output),
         )
-
-    def box_columns(self, config: GemmConfig, output: str) -> int:
-        return _box_columns(config, output)
 
     def staging(self, params: KernelParams) -> tuple[int, bool]:
         if self.groups == "k":
             return _K_GROUP_BUFFERS, False
-        return _staging_buffers(params.gemm, params.output), _stores_late(params.gemm, params.output)
+        return self._staging_buffers(params.gemm, params.output), _stores_late(params.gemm, params.output)
 
     def shared_bytes(self, params: KernelParams) -> int:
         """In the layout of ``HalfGemmLayout``, which asserts the same number."""
@@ -240,8 +241,8 @@ class HalfGemm(Template):
         and a slot for the sums of each other split."""
         total = config.num_stages * _stage_bytes(config)
         if tma_store:
-            buffers = _K_GROUP_BUFFERS if along_k else _staging_buffers(config, output)
-            total += buffers * _staging_bytes(config, output)
+            buffers = _K_GROUP_BUFFERS if along_k else self._staging_buffers(config, output)
+            total += buffers * self._staging_bytes(config, output)
         if config.cluster_k > 1:
             slot = config.slices * config.width // config.cluster_k * 256
             total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
@@ -252,6 +253,28 @@ class HalfGemm(Template):
         stage = _stage_bytes(config)
         stages = stages_that_fit(arch, config, total - config.num_stages * stage, stage)
         return config if stages == config.num_stages else config.changed(stages)
+
+    def box_columns(self, config: GemmConfig, output: str) -> int:
+        """Columns of one staged part of a tile: rows of 128 bytes if the columns that one CTA stores, or with swap-AB
+        an m64 slice, allow that."""
+        stored = 64 if config.swap_ab else config.block_n // config.cluster_k // (2 if self.gated else 1)
+        widest = 128 // BYTES[output]
+        if stored % widest == 0:
+            return widest
+        return 32 if stored % 32 == 0 else 16
+
+    def _staging_buffers(self, config: GemmConfig, output: str) -> int:
+        """Staging buffers of a consumer. One if tiles are staged late. Otherwise two, because consumers wait for a free
+        buffer; but one where only that leaves room for a fourth stage, and for three consumers, since there are four
+        named barriers."""
+        if _stores_late(config, output) or config.num_consumers == 3:
+            return 1
+        room = SM90.shared_per_cta - 4 * _stage_bytes(config)
+        return 1 if config.cluster_k == 1 and room < 2 * self._staging_bytes(config, output) <= 2 * room else 2
+
+    def _staging_bytes(self, config: GemmConfig, output: str) -> int:
+        """Bytes of one staging buffer of each consumer: 64 rows of a box."""
+        return config.num_consumers * 64 * self.box_columns(config, output) * BYTES[output]
 
 
 def sums(config: GemmConfig) -> int:
@@ -264,32 +287,8 @@ def _stage_bytes(config: GemmConfig) -> int:
     return (config.block_m + config.block_n) * 2 * HalfGemm.block_k + BARRIER_BYTES
 
 
-def _box_columns(config: GemmConfig, output: str) -> int:
-    """Columns of one staged part of a tile: rows of 128 bytes if the columns that one CTA stores, or with swap-AB an
-    m64 slice, allow that."""
-    stored = 64 if config.swap_ab else config.block_n // config.cluster_k
-    if output != "f32" and stored % 64 == 0:
-        return 64
-    return 32 if stored % 32 == 0 else 16
-
-
 def _stores_late(config: GemmConfig, output: str) -> bool:
     """Whether tiles are staged while the next tile's products run: that needs 16-bit elements, no split K, and enough
     registers."""
     registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
     return output != "f32" and config.cluster_k == 1 and registers <= REGISTERS[config.num_consumers][1]
-
-
-def _staging_buffers(config: GemmConfig, output: str) -> int:
-    """Staging buffers of a consumer. One if tiles are staged late. Otherwise two, because consumers wait for a free
-    buffer; but one where only that leaves room for a fourth stage, and for three consumers, since there are four named
-    barriers."""
-    if _stores_late(config, output) or config.num_consumers == 3:
-        return 1
-    room = SM90.shared_per_cta - 4 * _stage_bytes(config)
-    return 1 if config.cluster_k == 1 and room < 2 * _staging_bytes(config, output) <= 2 * room else 2
-
-
-def _staging_bytes(config: GemmConfig, output: str) -> int:
-    """Bytes of one staging buffer of each consumer: 64 rows of a box."""
-    return config.num_consumers * 64 * _box_columns(config, output) * BYTES[output]

@@ -3,6 +3,8 @@ shapes (see ``benchmarks/README.md``), if a set does not say otherwise."""
 
 from __future__ import annotations
 
+from typing import Any
+
 Cluster = tuple[int, int, int]
 
 FP8_GEMM: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
@@ -253,6 +255,17 @@ long."""
 HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
 the best of all, but for one shape (8%)."""
+
+HALF_GATED: tuple[tuple[Any, ...], ...] = (
+    (64, 64, (1, 1, 1), 1),
+    (64, 64, (1, 1, 1), 2),
+    (64, 128),
+    (128, 128),
+    (128, 256),
+    (128, 256, (2, 1, 1)),
+    (256, 128),
+)
+"""(block_m, block_n, cluster, CTAs per SM), not measured yet."""
 
 HALF_K_GROUPED: tuple[tuple[int, int], ...] = ((128, 128), (128, 256), (256, 128))
 """(block_m, block_n) of the serving set. On an H100 one of the larger two was the best of all in four of five

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
@@ -19,7 +18,6 @@ from .custom_activation import CustomActivation, Reference, Vectors, custom_acti
 from .table import DTYPES
 
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
-_MAX_CLAMP = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +31,15 @@ class Epilogue:
 
         d = silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * row_factor
 
-    There row_factor, such as a router's weights, is a factor of the result. d may be a pair (values, scales), E4M3
-    (M, I) and float32 (M, I / 128), in the masked form with the group in front: the bytes are those that
-    `deep_gemm.quantize.rows` makes of the float32 result. Of GEMMs' operands, scales with contiguous columns are read
-    without a copy: `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, this version
-    computes swiglu for FP8 with scales of 1 x 128 and 128 x 128, with I a multiple of 128.
+    With ``interleaved`` rows of b are one of gate and one of up in turn, and so are elements of bias. row_factor, such
+    as a router's weights, is a factor of the result here. On a GPU, this version computes swiglu for
+    FP8 with scales of 1 x 128 and 128 x 128 and I a multiple of 128, and for 16-bit operands that are K-major.
+
+    d may be a pair (values, scales), E4M3 (M, columns) and float32 (M, columns / 128), in the masked form with the
+    group in front: the bytes are those that `deep_gemm.quantize.rows` makes of the float32 result. There is neither c
+    nor a residual then. Of GEMMs' operands, scales with contiguous columns are read without a copy:
+    `deep_gemm.quantize.rows` and `get_mn_major_tma_aligned_tensor` return such. On a GPU, columns of such a d are a
+    multiple of 128.
 
     Pass it as ``epilogue=``. It holds tensors, so make one for each call or keep one: both are cheap. All parts may be
     combined, with each other and with c.
@@ -55,7 +57,8 @@ class Epilogue:
             each group right after the one before.
         clamp: swiglu's limit, a number from 0 on: gate is capped at it, and up is held between -clamp and clamp. Each
             number is another kernel.
-        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two.
+        interleaved: whether rows of b are gate's and up's in turn, with swiglu, and not first all of gate's.
+        use_ue8m0: whether the scales of a d of FP8 are rounded up to powers of two. Refused for another d.
 
     Raises:
         InvalidInputError: a part is wrong by itself; the message names it. What must agree with the operands is checked
@@ -75,6 +78,7 @@ class Epilogue:
     row_factor: Tensor | None = None
     clamp: float | None = None
     use_ue8m0: bool = False
+    interleaved: bool = False
     text: str = field(init=False, repr=False)
     parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
@@ -89,7 +93,7 @@ class Epilogue:
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
-        if self.activation == SWIGLU or self.clamp is not None or self.use_ue8m0 is not False:
+        if self.activation == SWIGLU or (self.clamp, self.use_ue8m0, self.interleaved) != (None, False, False):
             self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
@@ -103,9 +107,10 @@ class Epilogue:
                     f"{kind_of(self.alpha)} of {shape_of(self.alpha)}."
                 )
             rows = self.alpha.reshape(1)
-        elif self.alpha is not None and not _is_number(self.alpha):
+        elif self.alpha is not None and not _is_float32(self.alpha):
             raise InvalidInputError(
-                f"alpha must be a finite number or a float32 tensor of one element, but it is {shown(self.alpha)}."
+                "alpha must be a finite number or a float32 tensor of one element, but it is "
+                f"{shown(self.alpha)}. A number is float32 too."
             )
         given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
         tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -121,7 +126,8 @@ class Epilogue:
         activation = self.activation if isinstance(self.activation, str) else ""
         clamp = None if self.clamp is None else float(self.clamp)
         expression = own.expression if own else None
-        parts = Parts(has_number, rows is not None, bias, activation, self.residual is not None, clamp, "", expression)
+        more = activation, self.residual is not None, clamp, "", expression, self.interleaved
+        parts = Parts(has_number, rows is not None, bias, *more)
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
@@ -134,15 +140,21 @@ class Epilogue:
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""
-        if not isinstance(self.use_ue8m0, bool):
-            raise InvalidInputError(f"use_ue8m0 must be True or False, but it is {shown(self.use_ue8m0)}.")
+        for name in ("use_ue8m0", "interleaved"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidInputError(f"{name} must be True or False, but it is {shown(value)}.")
         if self.activation != SWIGLU:
+            if self.interleaved:
+                raise InvalidInputError(
+                    f"interleaved says how swiglu's rows of b lie, but the activation is {shown(self.activation)}. "
+                    "Leave it out."
+                )
             if self.clamp is not None:
                 raise InvalidInputError(
                     f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
                 )
             return
-        if self.clamp is not None and not (_is_number(self.clamp) and 0 <= float(self.clamp) <= _MAX_CLAMP):
+        if self.clamp is not None and not (_is_float32(self.clamp) and float(self.clamp) >= 0):
             raise InvalidInputError(
                 f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
             )
@@ -201,34 +213,40 @@ def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
     """The texts by which kernels know these epilogues. Parts in a text may have any order. Raises InvalidInputError for
     what is none."""
     each = [given] if isinstance(given, (str, Epilogue)) else [] if given is None else given
-    return tuple(dict.fromkeys(x.text if isinstance(x, Epilogue) else _checked(x) for x in each))
+    return tuple(dict.fromkeys(_text_of(x) if isinstance(x, Epilogue) else _checked(x) for x in each))
+
+
+def _text_of(epilogue: Epilogue) -> str:
+    """Scales that are powers of two are those of a d of FP8; otherwise d is not FP8."""
+    return epilogue.fp8_text if epilogue.use_ue8m0 else epilogue.text
 
 
 def _checked(text: Any) -> str:
     if isinstance(text, str):
         parts = parse(text)
-        is_gated, has_gate = parts.is_gated, parts.clamp is not None or bool(parts.cast)
+        is_gated, has_gate = parts.is_gated, parts.clamp is not None or parts.interleaved
         known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
         known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
-        may = not (parts.activation and parts.expression) and not (is_gated and parts.residual)
+        may = not (parts.activation and parts.expression) and not ((is_gated or parts.cast) and parts.residual)
         if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
             return str(parts)
     raise InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
-        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; and with swiglu alone "
-        f"clamp:LIMIT, and fp8 or fp8:ue8m0 for a d of FP8; but it is {shown(text)}."
+        f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; with swiglu alone "
+        f"interleaved and clamp:LIMIT; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
     )
 
 
-def _is_number(value: Any) -> bool:
+def _is_float32(value: Any) -> bool:
+    """Whether it is a finite number whose magnitude float32 can hold."""
     try:
-        return not isinstance(value, (bool, str)) and math.isfinite(float(value))
+        return not isinstance(value, (bool, str)) and abs(float(value)) <= torch.finfo(torch.float32).max
     except (TypeError, ValueError, OverflowError):
         return False
 
 
-def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
-    """The epilogue of a call with these arguments; None if it does nothing. Refuses what is none."""
+def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue:
+    """The epilogue of a call with these arguments. Refuses what is none."""
     if epilogue is None:
         return Epilogue(alpha=alpha)
     if not isinstance(epilogue, Epilogue):
@@ -240,4 +258,4 @@ def given_epilogue(epilogue: Any, alpha: Any = None) -> Epilogue | None:
         raise UnsupportedError(
             "alpha and epilogue cannot both be given. Pass epilogue=deep_gemm.Epilogue(alpha=..., ...)."
         )
-    return None if epilogue.text == "none" else epilogue
+    return epilogue

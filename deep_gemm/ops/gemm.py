@@ -85,6 +85,7 @@ class GemmOperands:
         parts = epilogues.parse(self.epilogue)
         own = None if parts.expression is None else in_torch(parts.expression, vectors)
         more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
+        more |= {"interleaved": parts.interleaved}
         return Finish(parts.activation, self.alpha, **more)
 
 
@@ -129,6 +130,11 @@ class Gemm(Operation):
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors by the names that messages use, in the order of `operands`."""
         found: dict[str, Any] = {}
+        if isinstance(given["d"], (tuple, list)) and EPILOGUE in self.finishing:
+            raise InvalidInputError(
+                f"d must be a torch.Tensor without an epilogue, but it is {checks.kind_of(given['d'])}. For FP8 values "
+                "and their scales pass epilogue=deep_gemm.Epilogue()."
+            )
         for name in ("a", "b"):
             if self.is_scaled:
                 found[name], found[f"the scales of {name}"] = checks.pair(name, given[name])
@@ -152,11 +158,17 @@ class Gemm(Operation):
     def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
         """A call with an epilogue, by the operation for its tensors."""
         epilogue = given_epilogue(arguments["epilogue"], arguments.get("alpha"))
-        if epilogue is None:
+        is_pair = isinstance(arguments["d"], (tuple, list))
+        if epilogue.use_ue8m0 and not is_pair:
+            raise InvalidInputError(
+                f"use_ue8m0 is for the scales of a d of FP8, but d is {checks.kind_of(arguments['d'])}. Leave it out, "
+                "or pass d as a pair of FP8 values and scales."
+            )
+        text, tensors = epilogue.text, epilogue.tensors
+        if text == "none" and not is_pair:
             plain(**{f"{name}_": value for name, value in ({**arguments, "epilogue": None}).items()})
             return
-        text, tensors = epilogue.text, epilogue.tensors
-        if isinstance(arguments["d"], (tuple, list)):
+        if is_pair:
             values, scales = checks.pair("d", arguments["d"], "Pass FP8 values and their scales, or one tensor.")
             arguments, tensors = {**arguments, "d": values}, {**tensors, "sfd": scales}
             text = epilogue.fp8_text
@@ -193,7 +205,7 @@ class Gemm(Operation):
             "residual": tuple(named["d"].shape),
         }
         if "sfd" in self.fused:
-            self._check_cast(named, epilogue, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
+            self._check_cast(named, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
         if (expression := epilogues.parse(epilogue).expression) is not None:
             check_vectors(expression, named, m, n)
         for name in (each for each in shapes if each in self.fused):
@@ -213,13 +225,14 @@ class Gemm(Operation):
                 f"residual.to({wanted})."
             )
 
-    def _check_cast(self, named: Mapping[str, Any], epilogue: str, shape: tuple[int, ...]) -> None:
+    def _check_cast(self, named: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         """Check a d of FP8 and its scales."""
-        if not epilogues.parse(epilogue).is_gated:
-            raise UnsupportedError(
-                "d as a pair of FP8 values and scales is written with activation='swiglu' only. Pass a d of another "
-                "dtype, and cast it with deep_gemm.quantize.rows."
-            )
+        for name in ("c", "residual"):
+            if name in named:
+                raise UnsupportedError(
+                    f"{name} and a d of FP8 cannot be combined. Pass a d of {name}'s dtype, and cast it with "
+                    "deep_gemm.quantize.rows."
+                )
         d, sf = named["d"], named[SCALES_OF_D]
         if d.dtype != torch.float8_e4m3fn:
             raise InvalidInputError(f"the values of d must be torch.float8_e4m3fn, but they are {d.dtype}.")

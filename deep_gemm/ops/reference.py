@@ -55,6 +55,7 @@ class Finish:
     bias: Tensor | None = None
     residual: Tensor | None = None
     clamp: float | None = None
+    interleaved: bool = False
     sfd: Tensor | None = None
     power_of_two: bool = False
     own: Callable[[Tensor, tuple[slice, slice]], Tensor] | None = None
@@ -80,7 +81,7 @@ class Finish:
         x = x if c is None else x + c
         x = x if self.bias is None else x + self.bias[columns]
         if self.activation == SWIGLU:
-            gate, up = x.chunk(2, dim=1)
+            gate, up = (x[:, ::2], x[:, 1::2]) if self.interleaved else x.chunk(2, dim=1)
             if self.clamp is not None:
                 gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
             x = torch.nn.functional.silu(gate) * up

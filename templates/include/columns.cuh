@@ -61,3 +61,12 @@ struct GatedColumns {
   static DG_DEVICE constexpr u32 scale_begin(u32 scale) { return scale * (kBlockN / 2); }
   static DG_DEVICE constexpr u32 scale_end(u32 scale) { return (scale + 1) * (kBlockN / 2); }
 };
+
+// The same where B's rows are interleaved: 64 columns of gate and the same ones of up are of one block, so that of 256 columns the first
+// and the third 64 have the first scale.
+template <u32 kBlockN>
+struct InterleavedColumns {
+  enum : u32 { kScales = kBlockN == 256 ? 2 : 1, kSegments = 1, kEach = kBlockN == 256 ? 64 : +kBlockN };
+  static DG_DEVICE constexpr u32 scale_begin(u32 scale) { return scale * kEach; }
+  static DG_DEVICE constexpr u32 scale_end(u32 scale) { return (scale + 1) * kEach; }
+};

@@ -18,8 +18,9 @@ enum : u32 { kNoBias = 255 };
 #define DG_EPILOGUE Identity, false, false, kNoBias, false
 #endif
 
-// SwiGLU: columns of the product are a gate's and up's. kLimit, the bits of a float32, is that of `silu_mul`; infinity if there is none.
-template <u32 kLimit>
+// SwiGLU: columns of the product are a gate's, and then up's, or with kInterleaved one of each in turn. kLimit, the bits of a float32,
+// is that of `silu_mul`; infinity if there is none.
+template <u32 kLimit, bool kInterleaved = false>
 struct Swiglu {
   static DG_DEVICE float of(float gate, float up) {
     if constexpr (kLimit == 0x7F800000) return silu_mul(gate, up);
@@ -51,10 +52,55 @@ struct Needs {
 template <class Activation>
 struct Needs<Activation, true> : Activation {};
 
-// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()` and `n()`. kPowersOfTwo: scales of FP8 are such.
+// The cast of final sums to FP8 with 1x128 scales, if D has such. kPowersOfTwo: these are powers of two. The bytes are those of quantize.cuh.
+template <bool kPowersOfTwo>
+struct CastOf {
+  // `sum` are this thread's sums of 128 columns, the `block`-th ones of D, as in `EpilogueOf::finish`; their scales are stored. Each
+  // word of `words` is for eight columns: two neighbours of row `row`, and two of the row eight below.
+  template <class Kernel, class Group>
+  static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
+    u32 largest[2] = {0, 0};
+#pragma unroll
+    for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
+    float inverse[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
+      found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
+      const float scale = rule().scale_of_normal(found);
+      inverse[i] = ScaleRule::inverse_of_normal(scale);
+      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 64; i += 4)
+      words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
+  }
+
+  // Stores the scales of a row of zeros. All lanes of a warp.
+  template <class Kernel>
+  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
+    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
+      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
+  }
+
+ private:
+  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
+
+  // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
+    return kernel.arg.sfd + opaque(row) * kernel.arg.sfd_stride_m + block * kernel.arg.sfd_stride_n;
+  }
+  template <class Kernel>
+  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, u32 group) {
+    return place(kernel, row, block, Index<0>()) + opaque(group) * kernel.arg.sfd_stride_g;
+  }
+};
+
+// Out is the `Output` of D. A kernel gives its arguments `arg`, and its sizes `m()`, `n()` and, for FP8, `columns()`.
 template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
-struct EpilogueOf {
-  enum : bool { kGated = false };
+struct EpilogueOf : CastOf<kPowersOfTwo> {
+  enum : bool { kGated = false, kInterleaved = false };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
   enum : bool { kCustom = Activates<Activation>::kCustom };
@@ -70,8 +116,9 @@ struct EpilogueOf {
     for (u32 i = 0; i < kCount / 2; ++i) sum[i] = __fmul_rn(sum[i], i & 2 ? high : low);
   }
 
-  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D.
-  template <u32 kCount, bool kPairs, u32 kRun, class Kernel, class Group, class At>
+  // `kPairs`: two neighbours of the residual can be read at once. Each kRun columns, 16 or 32, are next to each other in D, and their
+  // biases kApart elements from one to the next.
+  template <u32 kCount, bool kPairs, u32 kRun, u32 kApart = 1, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* sum, u32 row, u32 end, Group group, u32 lane, const At& at) {
     float bias = 0.0f;  // each lane has that of another column
     Values<Own::kColumns> each, even_values, odd_values;  // of a user's vectors: each lane has those of another column
@@ -83,7 +130,7 @@ struct EpilogueOf {
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       if constexpr (kHasBias) {
-        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun, group);
+        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun * kApart, group);
         const u32 from = 2 * i % kRun + lane % 4 * 2;
         const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
         sum[i] = __fadd_rn(sum[i], even);
@@ -255,75 +302,39 @@ struct EpilogueOf {
   }
 };
 
-// D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate, and then those of up.
-template <class Out, u32 kLimit, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
-struct EpilogueOf<Out, Swiglu<kLimit>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> {
+// D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate and of up.
+template <class Out, u32 kLimit, bool kInBetween, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
+struct EpilogueOf<Out, Swiglu<kLimit, kInBetween>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
   using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
   using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
-  enum : bool { kGated = true, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
+  enum : bool { kGated = true, kInterleaved = kInBetween, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
 
-  // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate.
+  // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate, or
+  // with kInterleaved one.
   template <u32 kCount, u32 kRun, class Kernel, class Group, class At>
   static DG_DEVICE void finish(const Kernel& kernel, float* gate, float* up, u32 row, u32 end, Group group, u32 lane, u32 n, const At& at) {
-    if constexpr (Before::kScales) {
-      Before::template scale<kCount>(kernel, gate, row, end);
-      Before::template scale<kCount>(kernel, up, row, end);
-    }
-    // A lone consumer of 256 columns has few registers to spare: ptxas would mix all columns, and run out of them.
-    constexpr u32 kPart = Kernel::kConsumers == 1 && kCount > 64 ? 32 : kCount;
+    // ptxas would mix all columns where alpha is all that comes before the activation, or in the one consumer of 256 columns, and run out
+    // of registers.
+    constexpr u32 kPart = (Kernel::kConsumers == 1 || (kAlpha && !kHasBias)) && kCount > 64 ? 32 : kCount;
 #pragma unroll
     for (u32 part = 0; part < kCount; part += kPart, gate += kPart / 2, up += kPart / 2) {
       if constexpr (kPart < kCount) __syncwarp();
+      if constexpr (Before::kScales) {
+        Before::template scale<kPart>(kernel, gate, row, end);
+        Before::template scale<kPart>(kernel, up, row, end);
+      }
       if constexpr (kHasBias) {
-        Before::template finish<kPart, false, kRun>(kernel, gate, row, end, group, lane, [&](u32 i) { return at(part + i); });
-        Before::template finish<kPart, false, kRun>(kernel, up, row, end, group, lane, [&](u32 i) { return n + at(part + i); });
+        constexpr u32 kApart = kInterleaved ? 2 : 1;
+        Before::template finish<kPart, false, kRun, kApart>(kernel, gate, row, end, group, lane,
+                                                            [&](u32 i) { return at(part + i) * kApart; });
+        Before::template finish<kPart, false, kRun, kApart>(kernel, up, row, end, group, lane,
+                                                            [&](u32 i) { return (kInterleaved ? 1 : n) + at(part + i) * kApart; });
       }
 #pragma unroll
       for (u32 i = 0; i < kPart / 2; ++i) gate[i] = Swiglu<kLimit>::of(gate[i], up[i]);
     }
     gate -= kCount / 2;
     if constexpr (After::kScales) After::template scale<kCount>(kernel, gate, row, end);
-  }
-
-  // Casts 128 columns to FP8, and stores their scales, those of the `block`-th 128 columns of D. Each word of `words` is for eight
-  // columns: two neighbours of row `row`, and two of the row eight below. The bytes are those of quantize.cuh.
-  template <class Kernel, class Group>
-  static DG_DEVICE void cast(const Kernel& kernel, const float* sum, u32 (&words)[16], u32 row, u32 end, u32 block, Group group, u32 lane) {
-    u32 largest[2] = {0, 0};
-#pragma unroll
-    for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
-    float inverse[2];
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {
-      u32 found = max_of(largest[i], __shfl_xor_sync(0xffffffffu, largest[i], 1));
-      found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
-      const float scale = rule().scale_of_normal(found);
-      inverse[i] = ScaleRule::inverse_of_normal(scale);
-      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
-    }
-#pragma unroll
-    for (u32 i = 0; i < 64; i += 4)
-      words[i / 4] = to_e4m3(sum[i] * inverse[0], sum[i + 1] * inverse[0], sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]);
-  }
-
-  // Stores the scales of a row of zeros. All lanes of a warp.
-  template <class Kernel>
-  static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
-    for (u32 block = lane; block < kernel.columns() / 128; block += 32)
-      *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
-  }
-
- private:
-  static DG_DEVICE constexpr ScaleRule rule() { return {0x38D1B717, kPowersOfTwo}; }  // 1e-4
-
-  // Where the scale of a row of D is. Groups of the masked form are `sfd_stride_g` further apart than their rows.
-  template <class Kernel>
-  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, Index<0>) {
-    return kernel.arg.sfd + opaque(row) * kernel.arg.sfd_stride_m + block * kernel.arg.sfd_stride_n;
-  }
-  template <class Kernel>
-  static DG_DEVICE float* place(const Kernel& kernel, u32 row, u32 block, u32 group) {
-    return place(kernel, row, block, Index<0>()) + opaque(group) * kernel.arg.sfd_stride_g;
   }
 };
 

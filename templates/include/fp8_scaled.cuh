@@ -28,8 +28,9 @@ struct Fp8ScaledLayout {
   // boxes of A have some rows of a tile, so that most padding is not loaded.
   enum : bool { kMapsOfGroups = Tile::kGrouping == kAlongK };
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
-  enum : bool { kGated = Epilogue<Output<Tile::kElement>>::kGated };  // B is gate's rows, and then up's
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
+  using Final = Epilogue<Output<Tile::kElement>>;
+  enum : bool { kGated = Final::kGated, kInterleaved = Final::kInterleaved };  // B is gate's rows and up's
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1, kInterleaved>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
@@ -75,7 +76,8 @@ struct Fp8Scaled {
   };
 
   // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
-  using Columns = Choice<Layout::kGated, GatedColumns<kBlockN>, TileColumns<kBlockN>>;
+  using Halves = Choice<Layout::kInterleaved, InterleavedColumns<kBlockN>, GatedColumns<kBlockN>>;
+  using Columns = Choice<Layout::kGated, Halves, TileColumns<kBlockN>>;
   using Weights = BlockScales<Columns::kScales, typename Layout::Order>;
   static_assert(kScaling != k1D2D || Columns::kSegments == 1);
 
@@ -154,7 +156,7 @@ struct Fp8Scaled {
     typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
     for (u32 scale = 0; scale < Columns::kScales; ++scale)
-      found.row[scale] = Layout::kGated ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
+      found.row[scale] = Layout::kGated && !Layout::kInterleaved ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
     return found;
   }
 
@@ -279,7 +281,7 @@ struct Fp8Scaled {
                                                              [&](u32 i) { return column + kColumn + box + i; });
       if constexpr (Tile::kTmaStore) {
         u32 words[Store::kWords];
-        to_words(sum, words);
+        to_words(sum, words, y, end, column + kColumn + box, matrix, at.lane);
         Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
       } else {
         each_pair(sum, y, x, end, [&](const float* pair, u32 y, u32 x) {
@@ -309,23 +311,23 @@ struct Fp8Scaled {
         Final::template finish<kBoxColumns, min_of(kBoxColumns, 32)>(kernel, gate, up, row, end, matrix, at.lane, kernel.columns(),
                                                                      [&](u32 i) { return column + box + i; });
       u32 words[Store::kWords];
-      if constexpr (Tile::kElement == kE4m3) {
-        Final::cast(kernel, gate, words, row, end, column / 128, matrix, at.lane);
-      } else {
-        to_words(gate, words);
-      }
+      to_words(gate, words, row, end, column + box, matrix, at.lane);
       Store::stage(staging(), words, 0, at.consumer, which, at.warp, at.lane);
     }
   }
 
-  // A part's elements as words.
-  static DG_DEVICE void to_words(const float* sum, u32 (&words)[Store::kWords]) {
+  // A part's elements as words; FP8 also stores its scales. (row, column) is the place in D of this thread's first row of the part.
+  DG_DEVICE void to_words(const float* sum, u32 (&words)[Store::kWords], u32 row, u32 end, u32 column, Matrix matrix, u32 lane) const {
+    if constexpr (Tile::kElement == kE4m3) {
+      Final::cast(kernel, sum, words, row, end, column / 128, matrix, lane);
+    } else {
 #pragma unroll
-    for (u32 i = 0; i < Store::kWords; ++i) {
-      if constexpr (Tile::kElement == kF32) {
-        words[i] = __float_as_uint(sum[i]);
-      } else {
-        words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+      for (u32 i = 0; i < Store::kWords; ++i) {
+        if constexpr (Tile::kElement == kF32) {
+          words[i] = __float_as_uint(sum[i]);
+        } else {
+          words[i] = Out::apply(sum[2 * i], sum[2 * i + 1]);
+        }
       }
     }
   }

@@ -119,7 +119,7 @@ struct GemmKernel {
   // The first row of B of a tile. Matrices B of groups lie one after the other; MN-major ones along K.
   DG_DEVICE u32 weights_row(const Scheduler& tile) const {
     if constexpr (kByRows && !Layout::B::kAlongRows) {
-      return tile.group * n() + column(tile);
+      return tile.group * B::rows(n()) + column(tile);
     } else {
       return column(tile);
     }
@@ -305,7 +305,7 @@ struct GemmKernel {
     if (arg.raster->ahead > 0 && group < arg.groups && elect_one()) {
 #pragma unroll 1
       for (u32 step = 0; step < arg.raster->ahead; ++step)
-        tma_prefetch(arg.map_b, step * kBlockK, group * n() + tile * (Layout::kBlockN / B::kHalves));
+        tma_prefetch(arg.map_b, step * kBlockK, group * B::rows(n()) + tile * (Layout::kBlockN / B::kHalves));
     }
     __syncwarp();
   }

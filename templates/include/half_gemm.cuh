@@ -22,8 +22,11 @@ struct HalfGemmLayout {
   enum : bool { kSwapped = Tile::kSwapped };
   // Rows and columns of a tile's sums. One consumer has some m64 slices of the rows, and stores the columns that its split of K owns.
   enum : u32 { kHeight = kSwapped ? +kBlockN : +kBlockM, kWidth = kSwapped ? +kBlockM : +kBlockN };
-  enum : u32 { kSlices = kHeight / (64 * kConsumers), kColumns = kWidth / kClusterK };
+  using Final = Epilogue<Output<Tile::kElement>>;
+  enum : bool { kGated = Final::kGated };  // B is gate's rows and up's
+  enum : u32 { kSlices = kHeight / (64 * kConsumers), kColumns = kWidth / kClusterK / (kGated ? 2 : 1) };  // columns of D
   static_assert(kSlices * 64 * kConsumers == kHeight && kColumns % (kSwapped ? 8 : 16) == 0 && Mma::kN == kWidth);
+  static_assert(!kGated || (Tile::kTmaStore && !kSwapped && kClusterK == 1 && !Tile::kMnMajorB), "other tiles have no gate");
   static_assert(!kSwapped || (Tile::kTmaStore && Tile::kAccumulate == kNothing && kClusterK == 1 && Tile::kGrouping == kUngrouped));
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
@@ -31,7 +34,7 @@ struct HalfGemmLayout {
   enum : bool { kIdles = has_table(kGrouping) && kGrouping != kAlongK && kConsumers > 1 };
   // With groups along M boxes of A have some rows of a tile, so that most padding is not loaded.
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, Tile::kRowsOfA>;
-  using B = OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>;
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 2, Final::kInterleaved>, OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>>;
   using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = Choice<is_summed(kGrouping), EvenOrder, BlockOrder<kClusterK, 1>>;
@@ -76,6 +79,7 @@ struct HalfGemm {
   using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
   enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
+  enum : u32 { kRun = kColumns % 32 == 0 ? 32 : 16 };
   // Whether a finished tile stays in registers, as words of 16-bit elements, and is staged while the next tile's products run. One
   // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kLate };
@@ -89,7 +93,9 @@ struct HalfGemm {
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
       if constexpr (Tile::kTmaStore) store_tiles(tile);
-      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [](u32) {});
+      kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
+        if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
+      });
     });
   }
 
@@ -154,7 +160,7 @@ struct HalfGemm {
       go_on(Index<0>(), stage);
       for (;;) {
         complete(sum, tile.row, tile.column, kernel.end(tile), group_of(tile), 0, first_row, split, warp, lane);
-        pack(words, sum, 0);
+        pack(words, sum, 0, tile.row + first_row, tile.column, kernel.end(tile), group_of(tile), warp, lane);
         tile.advance();
         if (!tile.valid()) return stage_all(words, consumer, which, warp, lane);
         mainloop.start(sum);
@@ -174,7 +180,7 @@ struct HalfGemm {
         if constexpr (Tile::kTmaStore) {
 #pragma unroll
           for (u32 owner = 0; owner < kClusterK; ++owner)
-            if (owner == split) stage_sums(sum, owner, consumer, which, warp, lane);
+            if (owner == split) stage_sums(sum, owner, row + first_row, column, end, group, consumer, which, warp, lane);
         } else {
           store_direct(sum, row + first_row, column, end, matrix, split, warp, lane);
         }
@@ -205,9 +211,15 @@ struct HalfGemm {
         if constexpr (Layout::kSwapped) {
           Final::template finish_swapped<kColumns>(kernel, own, row, column + place, end, lane, AllChunks());
         } else {
-          Final::template finish<kColumns, Tile::kTmaStore, (kColumns % 32 == 0 ? 32 : 16)>(kernel, own, row + place, end, group, lane,
-                                                            [&](u32 i) { return column + first + i; });
+          Final::template finish<kColumns, Tile::kTmaStore, kRun>(kernel, own, row + place, end, group, lane,
+                                                                  [&](u32 i) { return column + first + i; });
         }
+      });
+    }
+    if constexpr (Layout::kGated) {
+      each_slice(sum, split, [&](float* gate, u32 slice, u32) {
+        Final::template finish<kColumns, kRun>(kernel, gate, gate + kColumns / 2, row + first_row + slice * 64 + warp * 16 + lane / 4, end,
+                                               group, lane, kernel.columns(), [&](u32 i) { return column / 2 + i; });
       });
     }
   }
@@ -237,18 +249,26 @@ struct HalfGemm {
     }
   }
 
-  // The words of the columns that split `owner` stores.
-  static DG_DEVICE void pack(u32 (&words)[Store::kParts][Store::kWords], const Sums& sum, u32 owner) {
+  // The words of the columns that split `owner` stores. `row` is the consumer's first one, and `column` the tile's.
+  template <class Group>
+  DG_DEVICE void pack(u32 (&words)[Store::kParts][Store::kWords], const Sums& sum, u32 owner, u32 row, u32 column, u32 end, Group group,
+                      u32 warp, u32 lane) const {
 #pragma unroll
     for (u32 part = 0; part < Store::kParts; ++part) {
-      const float* v = &sum[part / Store::kBoxes][(owner * kColumns + part % Store::kBoxes * Store::kBoxColumns) / 2];
+      const u32 first = owner * kColumns + part % Store::kBoxes * Store::kBoxColumns;
+      const float* v = &sum[part / Store::kBoxes][first / 2];
+      if constexpr (Tile::kElement == kE4m3) {
+        const u32 y = row + part / Store::kBoxes * 64 + warp * 16 + lane / 4;
+        Final::cast(kernel, v, words[part], y, end, (column / Layout::B::kHalves + first) / 128, group, lane);
+      } else {
 #pragma unroll
-      for (u32 i = 0; i < Store::kWords; ++i) {
-        if (i * Store::kBoxColumns >= Store::kWords * Store::columns_of(part)) continue;  // a short part
-        if constexpr (Tile::kElement == kF32) {
-          words[part][i] = __float_as_uint(v[i]);
-        } else {
-          words[part][i] = Out::apply(v[2 * i], v[2 * i + 1]);
+        for (u32 i = 0; i < Store::kWords; ++i) {
+          if (i * Store::kBoxColumns >= Store::kWords * Store::columns_of(part)) continue;  // a short part
+          if constexpr (Tile::kElement == kF32) {
+            words[part][i] = __float_as_uint(v[i]);
+          } else {
+            words[part][i] = Out::apply(v[2 * i], v[2 * i + 1]);
+          }
         }
       }
     }
@@ -259,9 +279,11 @@ struct HalfGemm {
     for (u32 part = 0; part < Store::kParts; ++part) Store::stage(staging(), words[part], part, consumer, which, warp, lane);
   }
 
-  DG_DEVICE void stage_sums(const Sums& sum, u32 owner, u32 consumer, u32& which, u32 warp, u32 lane) const {
+  template <class Group>
+  DG_DEVICE void stage_sums(const Sums& sum, u32 owner, u32 row, u32 column, u32 end, Group group, u32 consumer, u32& which, u32 warp,
+                            u32 lane) const {
     u32 words[Store::kParts][Store::kWords];
-    pack(words, sum, owner);
+    pack(words, sum, owner, row, column, end, group, warp, lane);
     stage_all(words, consumer, which, warp, lane);
   }
 
@@ -272,7 +294,7 @@ struct HalfGemm {
         staging(), tile,
         [&](const Scheduler& at, u32 consumer, u32& x, u32& y) {
           const u32 first_row = consumer * 64 * kSlices;
-          x = at.column + (Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);
+          x = kernel.column(at) + (Layout::kSwapped ? first_row : kernel.rank_k() * kColumns);
           y = at.row + (Layout::kSwapped ? 0 : first_row);
           return kernel.end(at);
         },
@@ -291,9 +313,9 @@ struct HalfGemm {
         },
         [&](u32 source, u32 x, u32 y, u32 rows) {
           u8* to = arg.d + (y * arg.d_stride + x) * Out::kBytes;
-          Store::copy_rows(source, to, arg.d_stride, rows, kernel.n() - x, threadIdx.x % 32);
+          Store::copy_rows(source, to, arg.d_stride, rows, kernel.columns() - x, threadIdx.x % 32);
         },
-        kernel.n());
+        kernel.columns());
   }
 
   // Calls `use(sum, y, x)` for pairs of neighbours, of which the first is at (y, x), in rows before `end` and in the columns that

@@ -17,6 +17,7 @@ struct OperandTile {
   enum : u32 { kBytes = kRows * 128, kPartRows = kRows / kParts };
   enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
   enum : u32 { kHalves = 1 };  // 2 for a tile of two halves of the operand
+  static DG_DEVICE u32 rows(u32 n) { return n; }  // of the maps, for a group's n rows of B
   static_assert(kMapRows == 0 || (kParts == 1 && kRows % kMapRows == 0));
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
@@ -76,13 +77,15 @@ struct OperandTile {
   static DG_DEVICE u32 descriptor(u32 address) { return descriptor_low(address, kMnMajor ? kBoxBytes : 16); }
 };
 
-// The tile of B of a product with a gate, in FP8: half of its rows are gate's, from `first` on, and half of them up's, which are half of
-// B's rows further on. All of them exist.
-template <u32 kRows, u32 kParts>
-struct GatedTile : OperandTile<kRows, false, kParts, false, 1> {
-  using Source = typename OperandTile<kRows, false, kParts, false, 1>::Source;
+// The tile of a K-major B of a product with a gate: half of its rows are gate's, from `first` on, and half of them up's, which are half
+// of B's rows further on; or with kInterleaved each second one of B's rows is up's, and there is a map of gate's rows and one of up's.
+// Rows past the last one of gate or of up are others, or zeros: no column of D is made of them.
+template <u32 kRows, u32 kParts, u32 kElementBytes, bool kInterleaved>
+struct GatedTile : OperandTile<kRows, false, kParts, false, kElementBytes> {
+  using Source = typename OperandTile<kRows, false, kParts, false, kElementBytes>::Source;
   enum : u32 { kHalves = 2, kBytes = kRows * 128, kBoxRows = kRows / 2 / kParts };
 
+  static DG_DEVICE u32 rows(u32 n) { return kInterleaved ? n / 2 : n; }
   static DG_DEVICE u32 bytes(const Source&, u32) { return kBytes; }
 
   template <class Use>
@@ -90,7 +93,14 @@ struct GatedTile : OperandTile<kRows, false, kParts, false, 1> {
     const u32 row = first + part * kBoxRows;
     use([&](u32 k, const auto& load) {
 #pragma unroll
-      for (u32 half = 0; half < 2; ++half) load(from.map, (half * kRows / 2 + part * kBoxRows) * 128, k, row + half * (from.edge / 2));
+      for (u32 half = 0; half < 2; ++half) {
+        const u32 place = (half * kRows / 2 + part * kBoxRows) * 128;
+        if constexpr (kInterleaved) {
+          load(half ? from.last : from.map, place, k, row);
+        } else {
+          load(from.map, place, k, row + half * (from.edge / 2));
+        }
+      }
     });
   }
 };

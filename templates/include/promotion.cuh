@@ -96,12 +96,13 @@ DG_DEVICE void promote(float* sum, const float* partial, const float (&scale_a)[
   constexpr u32 kFrom = max_of(Columns::scale_begin(kScale), kOffset);
   constexpr u32 kTo = min_of(Columns::scale_end(kScale), kOffset + kColumns);
   if constexpr (kFrom < kTo) {
-    const float low = settled(scale_a[0] * scale_b[kScale]), high = settled(scale_a[1] * scale_b[kScale]);
+    constexpr u32 kIndex = kScale % Columns::kScales;
+    const float low = settled(scale_a[0] * scale_b[kIndex]), high = settled(scale_a[1] * scale_b[kIndex]);
 #pragma unroll
     for (u32 i = (kFrom - kOffset) / 2; i < (kTo - kOffset) / 2; ++i)
       add<kFresh>(sum[i], (i & 2) ? high : low, partial[i]);
   }
-  if constexpr (kScale + 1 < Columns::kScales)
+  if constexpr (Columns::scale_end(kScale) < kOffset + kColumns)
     promote<kFresh, Columns, kColumns, kOffset, kScale + 1>(sum, partial, scale_a, scale_b);
 }
 

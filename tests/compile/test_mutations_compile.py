@@ -9,6 +9,7 @@ from typing import Any
 
 import batched_mutations
 import epilogue_mutations
+import gated_mutations
 import grouped_mutations
 import half_mutations
 import logits_mutations
@@ -35,6 +36,7 @@ MODULES: tuple[Any, ...] = (
     batched_mutations,
     rows_mutations,
     epilogue_mutations,
+    gated_mutations,
 )
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 

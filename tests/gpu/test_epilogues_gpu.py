@@ -17,10 +17,11 @@ from forced import compiled, load, nvrtc
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm import Epilogue
+from deep_gemm import Epilogue, ops, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.families import GEMMS
+from deep_gemm.kernels.families import FP8_SCALED, GEMMS
+from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings
 from deep_gemm.params import KernelParams
 
@@ -35,18 +36,30 @@ CASES = [
     for text in (*TEXTS[(at + place) % 2 :: 2], list(EXPRESSIONS)[place])
 ]
 """Each text with each family and store, with its first config or its last one."""
+CAST_TEXTS = ("rows+bias:f32+relu+fp8", "alpha+fp8:ue8m0", next(iter(EXPRESSIONS)).replace("+custom:", "+fp8+custom:"))
+CASTS = [
+    FP8_SCALED.case(config, scaling=name, output="e4m3", epilogue=text)
+    for at, config in enumerate(FP8_SCALED.configs(SM90))
+    for scaling, name in SCALINGS.items()
+    if name in FP8_SCALED.scalings
+    for text in (CAST_TEXTS[at % 3],)
+    if FP8_SCALED.fits(
+        ops.spec(256, 1024, 512, 132, scaling=scaling, output="e4m3", epilogue=text, aligned=True), config
+    )
+]
+"""FP8 output: each config that has it, with each scaling."""
 Binaries = dict[KernelParams, Future[Binary]]
 
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
     builder = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
-    with compiled((params, builder, params) for params in CASES) as found:
+    with compiled((params, builder, params) for params in (*CASES, *CASTS)) as found:
         yield found
 
 
 @cuda_only
-@pytest.mark.parametrize("params", CASES, ids=entry)
+@pytest.mark.parametrize("params", [*CASES, *CASTS], ids=entry)
 def test_every_family_finishes_its_sums(params: KernelParams, binaries: Binaries) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
     the epilogue's tensors is NaN."""
@@ -108,6 +121,38 @@ def test_calls_are_the_same_steps_one_by_one(kind: str, added: str) -> None:
     for step in steps(kind, added):
         for _ in range(3):
             assert_close(*step())
+
+
+def casts(activation: str | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """FP8 bytes and scales of calls, and those of the cast of the float32 result."""
+    deep_gemm.set_batch_invariant(True)  # one order of sums, whatever kernel is chosen
+    try:
+        for kind, (m, n, k), power in itertools.product(
+            ("fp8", "rows", "1d1d"), ((1, 128, 256), (33, 1024, 1152), (300, 512, 656)), (False, True)
+        ):
+            x, y = (torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).to(DEVICE) for rows in (m, n))
+            parts = {"bias": torch.randn(n, device=DEVICE), "row_factor": torch.rand(m, device=DEVICE), "alpha": 0.125}
+            epilogue = functools.partial(Epilogue, activation=activation, **parts)
+            exact, d = torch.empty(m, n, device=DEVICE), quantize.rows(torch.zeros(m, n, device=DEVICE))
+            a, b = quantize.rows(x), quantize.blocks(y) if kind == "fp8" else quantize.rows(y)
+            if kind == "rows":
+                a, b = ((each.to(torch.float8_e4m3fn), torch.rand(len(each), 1, device=DEVICE)) for each in (x, y))
+            recipe = (1, 1, 128) if kind == "1d1d" else None
+            deep_gemm.fp8_gemm_nt(a, b, exact, None, recipe, epilogue=epilogue())
+            deep_gemm.fp8_gemm_nt(a, b, d, None, recipe, epilogue=epilogue(use_ue8m0=power))
+            wanted = quantize.rows(exact, use_ue8m0=power)
+            yield torch.stack((d[0].view(torch.uint8), wanted[0].view(torch.uint8)))
+            yield torch.stack((d[1], wanted[1]))
+    finally:
+        deep_gemm.set_batch_invariant(False)
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_erf", "relu", "relu2"])
+def test_fp8_bytes_are_the_cast_of_the_float32_result(activation: str | None) -> None:
+    """Bit for bit: cold, warm and replayed."""
+    for _ in range(3):
+        for found, wanted in casts(activation):
+            assert torch.equal(found, wanted)
 
 
 def edges(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -236,6 +281,7 @@ def _built() -> Iterator[None]:
     calls: list[Callable[[], object]] = [with_a_nan]
     for kind, added in itertools.product(OPERATIONS, ADDED):
         calls += steps(kind, added)
+    calls += [lambda name=name: list(casts(name)) for name in (None, *ACTIVATIONS)]  # type: ignore[misc]
     calls += [lambda name=name: list(edges(name)) for name in ACTIVATIONS]  # type: ignore[misc]
     calls += [lambda kind=kind: list(expressed(kind)) for kind in OPERATIONS]  # type: ignore[misc]
     calls += [functools.partial(each, kind) for each, kind in itertools.product((before_a_graph, by_rows), KINDS)]

@@ -1,5 +1,5 @@
-"""Epilogues of products grouped by M on a GPU: every config with a gate, launched directly; and calls, against dense
-products of each group."""
+"""Epilogues of products grouped by M on a GPU: every config with a gate or FP8 output, and the dense ones of 16 bits,
+launched directly; and calls, against dense products of each group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import deep_gemm
 from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.families import FP8_GROUPED, HALF_GEMM, HALF_GROUPED
+from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import SCALE_BLOCK, align
@@ -33,13 +34,38 @@ INNER, K = 512, 656
 ROUTING = Routing((70, 0, 1, 128, 300, 5), Routing((70, 0, 1, 128, 300, 5)).end + 200)
 MAX_M = 301
 
-CASES = [
-    FP8_GATED.case(config, grouping=form, output=output, epilogue=text)
-    for config in FP8_GATED.configs(SM90)
-    for form in FORMS
-    for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
-    if config.cluster_size == 1 and config.tile != (64, 256) and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
-]
+CASES = (
+    [
+        FP8_GATED.case(config, grouping=form, output=output, epilogue=text)
+        for config in FP8_GATED.configs(SM90)
+        for form in FORMS
+        for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
+        if config.cluster_size == 1
+        and config.tile != (64, 256)
+        and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
+    ]
+    + [
+        HALF_GATED.case(config, grouping=form, output=output, epilogue=text)
+        for config in HALF_GATED.configs(SM90)
+        for form in ("none", *FORMS)
+        for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
+        if (form == "none" or config.cluster_size * config.ctas_per_sm == 1)
+        and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
+    ]
+    + [
+        family.case(config, grouping=form, output="e4m3", epilogue=text)
+        for family, forms in ((HALF_GEMM, ("none",)), (HALF_GROUPED, FORMS))
+        for config in family.configs(SM90)
+        for form, text in zip(forms, ("rows+bias:f32+gelu+fp8", "fp8", "alpha+bias:bf16+silu+fp8:ue8m0"), strict=False)
+        if config.block_n // config.cluster_k in (128, 256)
+    ]
+    + [
+        FP8_GROUPED.case(config, grouping=form, output="e4m3", epilogue=text)
+        for config in FP8_GROUPED.configs(SM90)
+        for form, text in zip(FORMS, ("fp8", "rows+bias:f32+gelu+fp8", "alpha+bias:bf16+silu+fp8:ue8m0"), strict=True)
+        if config.block_n >= SCALE_BLOCK
+    ]
+)
 Binaries = dict[KernelParams, Future[Binary]]
 
 
@@ -66,6 +92,9 @@ PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"alpha": 0.5, "clamp": 1.5, "bias": True, "row_factor": True},
     "powers of two": {"use_ue8m0": True},
+    "interleaved": {"interleaved": True, "bias": True},
+    "no gate": {"activation": "gelu", "alpha": 0.5, "bias": True, "row_factor": True},
+    "no activation": {"activation": None},
 }
 
 
@@ -79,52 +108,62 @@ def in_form(case: Case, form: str, parts: dict[str, Any], max_m: int) -> Epilogu
     parts = dict(parts)
     if form == "masked" and "row_factor" in parts:
         parts["row_factor"] = case.spread(parts["row_factor"][:, None], max_m)[..., 0]
-    return Epilogue(activation="swiglu", **parts)
+    return Epilogue(**{"activation": "swiglu", **parts})
+
+
+def columns_of(case: Case, parts: dict[str, Any]) -> int:
+    return case.n if "activation" in parts else case.n // 2
 
 
 def wanted(case: Case, parts: dict[str, Any]) -> torch.Tensor:
     """A dense product with float32 output for each group."""
-    found = torch.full((case.routing.m, case.n // 2), float("nan"), device=DEVICE)
+    found = torch.full((case.routing.m, columns_of(case, parts)), float("nan"), device=DEVICE)
+    deep_gemm.set_batch_invariant(True)  # K in one order, as groups have it
     for group, rows in enumerate(case.routing.slices()):
         own = {name: value for name, value in parts.items() if name != "use_ue8m0"}
-        own |= {"bias": own["bias"][group], "row_factor": own["row_factor"][rows]} if "bias" in own else {}
-        epilogue = Epilogue(activation="swiglu", **own)
+        own |= {"bias": own["bias"][group]} if "bias" in own else {}
+        own |= {"row_factor": own["row_factor"][rows]} if "row_factor" in own else {}
+        epilogue = Epilogue(**{"activation": "swiglu", **own})
+        if case.kind == "bf16":
+            deep_gemm.bf16_gemm_nt(case.a[rows], case.b[group], found[rows], epilogue=epilogue)
+            continue
         a, b = (case.a[rows], case.sfa[rows]), (case.b[group], case.sfb[group])
         deep_gemm.fp8_gemm_nt(a, b, found[rows], epilogue=epilogue)
+    deep_gemm.set_batch_invariant(False)
     return found
 
 
 def cast(case: Case, form: str, parts: dict[str, Any], max_m: int = MAX_M, **options: Any) -> Any:
     """FP8 values and scales of a call, with NaN around them and in them before."""
     a, b, layout = case.arguments(form, max_m)
-    rows, columns = a[0].shape[:-1], case.n // 2
+    rows, columns = (a[0] if case.kind == "fp8" else a).shape[:-1], columns_of(case, parts)
     values = guarded((*rows, columns), E4M3, DEVICE, strides(rows, columns + 16))
     step, blocks = align(rows[-1], 4) + 4, columns // SCALE_BLOCK
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
     scales = guarded((*rows, blocks), F32, DEVICE, of_scales)
     pair = values.tensor, scales.tensor
-    call("fp8", form, a, b, pair, layout, epilogue=in_form(case, form, parts, max_m), **options)
+    call(case.kind, form, a, b, pair, layout, epilogue=in_form(case, form, parts, max_m), **options)
     values.check(f"d of {form}")
     scales.check(f"the scales of d of {form}")
     return pair
 
 
-def case_of(routing: Routing = ROUTING) -> Case:
-    case = Case("fp8", routing, 2 * INNER, K, DEVICE)
-    case.sfb /= 16  # sums are about 1
+def case_of(routing: Routing = ROUTING, kind: str = "fp8") -> Case:
+    case = Case(kind, routing, 2 * INNER, K, DEVICE)
+    (case.sfb if kind == "fp8" else case.b).div_(16)  # sums are about 1
     return case
 
 
-def results(name: str) -> Any:
+def results(kind: str, name: str) -> Any:
     """FP8 and bfloat16 of each form, and the float32 results."""
-    case = case_of()
+    case = case_of(kind=kind)
     parts, found = parts_of(name, case), []
     for form in FORMS:
         a, b, layout = case.arguments(form, MAX_M)
-        rows = a[0].shape[:-1]
-        half = torch.zeros(*rows, INNER, dtype=BF16, device=DEVICE)
+        rows = (a[0] if kind == "fp8" else a).shape[:-1]
+        half = torch.zeros(*rows, columns_of(case, parts), dtype=BF16, device=DEVICE)
         plain = {part: value for part, value in parts.items() if part != "use_ue8m0"}
-        call("fp8", form, a, b, half, layout, epilogue=in_form(case, form, plain, MAX_M))
+        call(kind, form, a, b, half, layout, epilogue=in_form(case, form, plain, MAX_M))
         found.append((form, cast(case, form, parts), half))
     exact = case.gathered(wanted(case, parts))
     quantize.rows(exact, use_ue8m0=name == "powers of two")  # its kernel is built with the others
@@ -132,11 +171,12 @@ def results(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_each_group_is_as_a_product_of_its_own(name: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_group_is_as_a_product_of_its_own(kind: str, name: str) -> None:
     """FP8 is the cast of the float32 result, and bfloat16 its rounding, bit for bit: cold, warm and replayed. Rows that
     are not a group's are left as they were, or in the index form are zeros with the scale of zeros."""
     for _ in range(3):
-        case, found, exact = results(name)
+        case, found, exact = results(kind, name)
         values, scales = quantize.rows(exact, use_ue8m0=name == "powers of two")
         for form, d, half in found:
             assert torch.equal(case.gathered(d[0].view(torch.uint8)), values.view(torch.uint8)), form
@@ -252,7 +292,7 @@ def test_other_parts(kind: str, activation: str | None) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> Iterator[None]:
-    calls: list[Callable[[], object]] = [functools.partial(results, name) for name in PARTS]
+    calls: list[Callable[[], object]] = [functools.partial(results, kind, name) for kind in KINDS for name in PARTS]
     calls += [functools.partial(plain_parts, kind, each) for kind in KINDS for each in (None, "relu", "silu")]
     with built(kernels_of([*calls, routings, before_a_graph])):
         yield

@@ -18,7 +18,7 @@ from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.kernels.epilogues import parse
-from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.gated import FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
@@ -125,10 +125,23 @@ def test_every_config(params: KernelParams, binaries: Binaries) -> None:
             assert_close(d.tensor, wanted, HALF_UNIT[params.output], slack(exact, alpha, more))
 
 
-def swiglu(m: int, columns: int, k: int, **parts: object) -> tuple[torch.Tensor, torch.Tensor, Pair, torch.Tensor]:
-    """Results of calls: float32, bfloat16, FP8; and the float32 product."""
-    x, y, _ = operands(m, columns, k)
-    found = [torch.empty(m, columns, device=DEVICE, dtype=dtype) for dtype in (F32, BF16)]
+CALLS: dict[str, tuple[Callable[..., None], torch.dtype]] = {
+    "fp8": (deep_gemm.fp8_gemm_nt, BF16),
+    "bf16": (deep_gemm.bf16_gemm_nt, BF16),
+    "fp16": (deep_gemm.fp16_gemm_nt, torch.float16),
+}
+"""Functions by the kind of operands, and the dtype of their 16-bit results."""
+
+
+def swiglu(
+    kind: str, m: int, columns: int, k: int, **parts: object
+) -> tuple[torch.Tensor, torch.Tensor, Pair, torch.Tensor]:
+    """Results of calls: float32, 16 bits, FP8; and the float32 product."""
+    multiply, half = CALLS[kind]
+    x, y = operands(m, columns, k)[:2]
+    if kind != "fp8":
+        x, y = random(m, k, seed=1).to(half), (random(2 * columns, k, seed=2) / k**0.5).to(half)  # type: ignore[assignment]
+    found = [torch.empty(m, columns, device=DEVICE, dtype=dtype) for dtype in (F32, half)]
     cast = quantize.rows(torch.zeros(m, columns, device=DEVICE))
     product = torch.empty(m, 2 * columns, device=DEVICE)
     deep_gemm.set_batch_invariant(True)
@@ -136,8 +149,8 @@ def swiglu(m: int, columns: int, k: int, **parts: object) -> tuple[torch.Tensor,
         for d in (*found, cast):
             use_ue8m0 = {"use_ue8m0": True} if parts.get("use_ue8m0") and isinstance(d, tuple) else {}
             given = {name: each for name, each in parts.items() if name != "use_ue8m0"}
-            deep_gemm.fp8_gemm_nt(x, y, d, epilogue=Epilogue(activation="swiglu", **given, **use_ue8m0))  # type: ignore[arg-type]
-        deep_gemm.fp8_gemm_nt(x, y, product)
+            multiply(x, y, d, epilogue=Epilogue(activation="swiglu", **given, **use_ue8m0))  # type: ignore[arg-type]
+        multiply(x, y, product)
     finally:
         deep_gemm.set_batch_invariant(False)
     return found[0], found[1], cast, product
@@ -147,6 +160,7 @@ PARTS: dict[str, dict[str, object]] = {
     "plain": {},
     "all": {"alpha": 0.5, "clamp": 1.5},
     "powers of two": {"use_ue8m0": True},
+    "interleaved": {"interleaved": True},
 }
 SIZES = ((1, 128, 256), (33, 1024, 1152), (300, 512, 656))
 
@@ -156,25 +170,42 @@ def parts_of(name: str, m: int, columns: int) -> dict[str, object]:
     return PARTS[name] | more
 
 
-def results(name: str) -> list[tuple[torch.Tensor, torch.Tensor, Pair, torch.Tensor]]:
-    return [swiglu(*size, **parts_of(name, *size[:2])) for size in SIZES]
+def results(kind: str, name: str) -> list[tuple[torch.Tensor, torch.Tensor, Pair, torch.Tensor]]:
+    return [swiglu(kind, *size, **parts_of(name, *size[:2])) for size in SIZES]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_fp8_bytes_are_the_cast_of_the_float32_result(name: str) -> None:
-    """Bit for bit, and so is bfloat16 its rounding. Cold, warm and replayed."""
+@pytest.mark.parametrize("kind", CALLS)
+def test_fp8_bytes_are_the_cast_of_the_float32_result(kind: str, name: str) -> None:
+    """Bit for bit, and so are 16 bits its rounding. Cold, warm and replayed."""
     for _ in range(3):
-        for size, (exact, half, cast, product) in zip(SIZES, results(name), strict=True):
+        for size, (exact, half, cast, product) in zip(SIZES, results(kind, name), strict=True):
             parts = parts_of(name, *size[:2])
             wanted = quantize.rows(exact, use_ue8m0=bool(parts.pop("use_ue8m0", False)))
             assert torch.equal(cast[0].view(torch.uint8), wanted[0].view(torch.uint8))
             assert torch.equal(cast[1], wanted[1])
-            assert torch.equal(half, exact.to(BF16))
+            assert torch.equal(half, exact.to(half.dtype))
             finish = Finish("swiglu", **parts)  # type: ignore[arg-type]
             torch.testing.assert_close(exact, finish(product, (slice(None), slice(None))), rtol=2**-17, atol=2**-40)
 
 
 SPECIAL = (0.0, -0.0, float("inf"), -float("inf"), float("nan"), 88.0, -88.0, 1e-30, -1e-30, 448.0, 3e4)
+
+
+def narrow() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """16-bit results whose columns end inside a tile, and what they should be; nothing else is written."""
+    for m, columns, k in ((1, 8, 64), (70, 200, 264), (300, 136, 128)):
+        x, y = (random(rows, k, seed=rows).bfloat16() for rows in (m, 2 * columns))
+        bias, d = random(2 * columns, seed=9), guarded((m, columns), F32, DEVICE, (columns + 4, 1))
+        deep_gemm.bf16_gemm_nt(x, y, d.tensor, epilogue=Epilogue(bias, "swiglu", alpha=0.125))
+        d.check(f"d, {m} x {columns} x {k}")
+        finish = Finish("swiglu", 0.125, bias=bias)
+        yield d.tensor, finish(x.double() @ y.double().t(), (slice(None), slice(None)))
+
+
+def test_columns_may_end_inside_a_tile() -> None:
+    for d, wanted in narrow():
+        torch.testing.assert_close(d, wanted, rtol=2**-12, atol=2**-14)
 
 
 def edges() -> tuple[torch.Tensor, Pair, torch.Tensor]:
@@ -263,6 +294,6 @@ def test_a_graph_reads_the_factors_when_it_runs() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> Iterator[None]:
-    calls: list[Callable[[], object]] = [functools.partial(results, name) for name in PARTS]
-    with built(kernels_of([*calls, edges, by_rows, before_a_graph])):
+    calls: list[Callable[[], object]] = [functools.partial(results, kind, name) for kind in CALLS for name in PARTS]
+    with built(kernels_of([*calls, lambda: list(narrow()), edges, by_rows, before_a_graph])):
         yield

@@ -11,7 +11,7 @@ from gpu_fakes import FakeGpu, gpu
 from grouped_cases import BF16, E4M3, FORMS, KINDS, Case, Routing, call
 
 import deep_gemm
-from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
+from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, ops, quantize, select
 from deep_gemm.arch import SM90
 
 __all__ = ["gpu"]
@@ -26,6 +26,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "swiglu": {"activation": "swiglu"},
     "all of swiglu": {"activation": "swiglu", "alpha": 0.5, "bias": F32, "row_factor": True, "clamp": 1.5},
     "powers of two": {"activation": "swiglu", "use_ue8m0": True},
+    "interleaved": {"activation": "swiglu", "interleaved": True, "bias": F32},
     "plain": {"activation": "gelu", "alpha": 0.5, "bias": BF16, "row_factor": True},
     "alpha, a tensor": {"alpha": torch.tensor(0.5), "bias": F32},
 }
@@ -54,7 +55,7 @@ def spread(case: Case, form: str, whole: Epilogue) -> Epilogue:
 
 
 def of_group(whole: Epilogue, group: int, rows: slice) -> Epilogue:
-    given = {name: getattr(whole, name) for name in ("activation", "alpha", "clamp", "use_ue8m0")}
+    given = {name: getattr(whole, name) for name in ("activation", "alpha", "clamp", "use_ue8m0", "interleaved")}
     bias, each = whole.bias, whole.row_factor
     given |= {"bias": None if bias is None else bias[group], "row_factor": None if each is None else each[rows]}
     return Epilogue(**given)
@@ -97,17 +98,18 @@ def assert_as_apart(case: Case, form: str, name: str, cast: bool) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [name for name, parts in PARTS.items() if "use_ue8m0" not in parts])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_group_has_the_epilogue_of_its_own_product(kind: str, name: str, form: str) -> None:
     assert_as_apart(Case(kind, ROUTING, N, K, "cpu"), form, name, cast=False)
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["swiglu", "all of swiglu", "powers of two"])
-def test_fp8_of_groups(name: str, form: str) -> None:
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_of_groups(kind: str, name: str, form: str) -> None:
     """In the index form, rows of padding alone are zeros, with the scale of zeros; in others they stay as they are."""
-    case = Case("fp8", ROUTING, N, K, "cpu")
+    case = Case(kind, ROUTING, N, K, "cpu")
     values, scales = assert_as_apart(case, form, name, cast=True)
     padding = (values[0, 5:], scales[0, 5:]) if form == "masked" else (values[512:], scales[512:])
     least = 2**-22 if name == "powers of two" else torch.tensor(1e-4) / 448
@@ -152,6 +154,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"d must have the shape \(2, 8, 256\), .* of which gate has half, but it has \(2, 8, 512\)",
     ),
     "d of float32": (given(d=torch.empty(2, 8, N // 2)), "d of a GEMM grouped by M must be torch.bfloat16"),
+    "use_ue8m0 of bfloat16": (
+        given(cast=False, use_ue8m0=True),
+        "use_ue8m0 is for the scales of a d of FP8, but d is a torch.bfloat16 tensor",
+    ),
     "residual": (
         given(activation=None, residual=torch.empty(2, 8, N, dtype=BF16)),
         "a GEMM grouped by M adds no residual. Add it to d after the call",
@@ -182,15 +188,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         given(d=(SHARED, SHARED.view(F32).flatten()[:32].view(2, 8, 2))),
         "d and the scales of d share memory",
     ),
-    "FP8 of another": (
-        given(d=quantize.rows(torch.zeros(256, N)), form="psum", activation="silu"),
-        "is written with activation='swiglu' only",
+    "FP8 scales of another": (
+        given(d=quantize.rows(torch.zeros(256, N // 2)), form="psum", activation="silu"),
+        r"d must have the shape \(256, 512\)",
     ),
     "FP8 without an epilogue": (
         lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
             quantize.rows(random(128, K)), fp8_weights(), quantize.rows(random(128, N)), torch.zeros(128).int()
         ),
-        "d must be a torch.Tensor",
+        r"d must be a torch.Tensor without an epilogue.* pass epilogue=deep_gemm.Epilogue\(\)",
     ),
     "a name": (
         lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
@@ -217,17 +223,13 @@ def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_for_groups_have_the_plain_parts(kind: str, form: str) -> None:
-    """SwiGLU has kernels for FP8 only."""
     name = {"contiguous": "contiguous", "psum": "contiguous_psum", "masked": "masked"}[form]
     more = {"groups": 4, "expected_m": 32 if form == "masked" else 0}
     op = f"m_grouped_{kind}_gemm_nt_{name}"
-    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0"):
-        spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, **more)  # type: ignore[arg-type]
-        if text.startswith("swiglu") and kind == "bf16":
-            with pytest.raises(UnsupportedError, match="it has no gate for SwiGLU"):
-                kernels.for_spec(spec, SM90)
-        else:
-            assert select.rank(spec, SM90)
+    for text in ("alpha+rows+bias:f32+gelu_erf", "bias:f16", "swiglu+clamp:7.0", "silu+fp8", "swiglu+fp8:ue8m0"):
+        output = "e4m3" if "fp8" in text else "bf16"
+        spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, **more)  # type: ignore[arg-type]
+        assert select.rank(spec, SM90)
 
 
 def test_kernels_get_factors_and_scales_of_all_groups(gpu: FakeGpu) -> None:

@@ -124,7 +124,10 @@ def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, e
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
 
 
-@pytest.mark.parametrize("text", ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu"])
+@pytest.mark.parametrize(
+    "text",
+    ["swiglu", "clamp:7.0+swiglu+fp8", "rows+swiglu+fp8:ue8m0", "bias:bf16+silu", "silu+fp8", "swiglu+interleaved"],
+)
 def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> None:
     """As calls ask for."""
     work = build.work_of([{"n": 512, "k": 256, "m": 256, "groups": 2}, "64x512x256"], epilogue=text)
@@ -134,18 +137,26 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
     pairs = [deep_gemm.per_block_cast_to_fp8(each.bfloat16(), False) for each in b]
     y = tuple(torch.stack(parts) for parts in zip(*pairs, strict=True))
     parts = {"activation": "swiglu", "use_ue8m0": "ue8m0" in text}
+    parts |= {"interleaved": True} if "interleaved" in text else {}
     parts |= {"clamp": 7.0} if "clamp" in text else {}
     parts |= {"row_factor": factors} if "rows" in text else {}
-    if "bias" in text:
-        parts = {"activation": "silu", "bias": bias.bfloat16()}
-    d: Any = torch.zeros(256, 512 if "bias" in text else 256).bfloat16()
-    d = (d.to(torch.float8_e4m3fn), torch.zeros(256, 2)) if "fp8" in text else d
+    if "silu" in text:
+        parts = {"activation": "silu"} | ({"bias": bias.bfloat16()} if "bias" in text else {})
+    columns = 512 if "silu" in text else 256
+    d: Any = torch.zeros(256, columns).bfloat16()
+    d = (d.to(torch.float8_e4m3fn), torch.zeros(256, columns // 128)) if "fp8" in text else d
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, y, d, torch.zeros(256, dtype=torch.int32), epilogue=Epilogue(**parts))
     asked = gpu.launched[-1].spec
     found = {shape for shapes in work.kernels.values() for shape in shapes if shape.epilogue != "none"}
     (shape,) = (shape for shape in found if shape.op == "m_grouped_fp8_gemm_nt_contiguous")
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
     assert any(shape.op == "fp8_gemm_nt" for shape in found)
+
+
+def test_scales_of_powers_of_two_are_those_of_a_d_of_fp8() -> None:
+    work = build.work_of(["64x512x256"], epilogue=Epilogue(activation="swiglu", use_ue8m0=True))
+    found = {shape.epilogue for shapes in work.kernels.values() for shape in shapes}
+    assert found == {"none", "swiglu+fp8:ue8m0"}
 
 
 def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
@@ -175,8 +186,9 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
         "silu+silu",
         "gelu+silu",
         "alpha+custom:own",
-        "silu+fp8",
+        "silu+residual+fp8",
         "clamp:7.0",
+        "silu+interleaved",
         "swiglu+residual",
         "silu+custom:own(;) return x;",
     ],

@@ -15,8 +15,10 @@ from host_code import compiled, pairs
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
 from deep_gemm.arch import SM90
+from deep_gemm.jit.driver.launch import Map
 from deep_gemm.kernels.epilogues import Parts, parse
-from deep_gemm.kernels.fp8_gated import FP8_GATED
+from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
+from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.runtime import engine
 
@@ -44,6 +46,8 @@ def steps(product: torch.Tensor, **parts: Any) -> torch.Tensor:
     x = product * parts.get("alpha", 1.0)
     x = x + parts["bias"] if "bias" in parts else x
     gate, up = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
+    if parts.get("interleaved"):
+        gate, up = x.unflatten(1, (-1, 2)).unbind(2)
     if "clamp" in parts:
         gate, up = gate.clamp(max=parts["clamp"]), up.clamp(-parts["clamp"], parts["clamp"])
     h = torch.nn.functional.silu(gate) * up
@@ -54,6 +58,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clamp": {"clamp": 0.5},
     "all": {"alpha": 0.5, "bias": random(2 * INNER, seed=3), "clamp": 2, "row_factor": random(M, seed=4)},
+    "interleaved": {"interleaved": True, "bias": random(2 * INNER, seed=3)},
 }
 
 
@@ -139,11 +144,21 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "clamp, too large": (given(clamp=1e39), "clamp must be a number from 0 that float32 can hold"),
     "clamp, a text": (given(clamp="7"), "clamp must be a number from 0 .*, but it is '7'"),
     "clamp of another": (given(activation="silu", clamp=1.0), "clamp is swiglu's limit, but the activation is 'silu'"),
-    "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
-    "fp8 of another": (
-        given(pair(M, 2 * INNER), activation="silu"),
-        "is written with activation='swiglu' only.*quantize.rows",
+    "interleaved of another": (
+        given(activation="silu", interleaved=True),
+        "interleaved says how swiglu's rows of b lie, but the activation is 'silu'. Leave it out",
     ),
+    "interleaved": (given(interleaved=1), "interleaved must be True or False, but it is 1"),
+    "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
+    "use_ue8m0 of no FP8": (
+        given(torch.empty(M, INNER, dtype=BF16), use_ue8m0=True),
+        "use_ue8m0 is for the scales of a d of FP8, but d is a torch.bfloat16 tensor. Leave it out, or pass d as",
+    ),
+    "use_ue8m0 alone": (
+        given(torch.empty(M, 2 * INNER), activation=None, use_ue8m0=True),
+        "use_ue8m0 is for the scales of",
+    ),
+    "alpha, too large": (given(alpha=-1e39), "alpha must be a finite number .*, but it is -1e.39. A number is float32"),
     "values": (given((torch.empty(M, INNER), pair()[1])), "the values of d must be torch.float8_e4m3fn, but they are"),
     "values, shape": (given(pair(M, 2 * INNER)), r"d must have the shape \(9, 256\)"),
     "scales, shape": (
@@ -177,16 +192,23 @@ NO_KERNEL = {
         ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
         "columns of gate, half of N, must be a multiple of 128",
     ),
-    "16 bits": (ops.spec(64, 512, 512, 132, "bf16_gemm_nt", epilogue="swiglu"), "it has no gate for SwiGLU"),
+    "16 bits, N contiguous": (
+        ops.spec(64, 512, 512, 132, "bf16_gemm_nt", majors=("k", "mn"), epilogue="swiglu"),
+        "sm90_half_gated: the layouts of A and B must be NT, not NN",
+    ),
+    "16 bits, odd": (
+        ops.spec(64, 511, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True),
+        "gate has half of B's rows, so that N must be even, not 511",
+    ),
+    "16 bits, columns": (
+        ops.spec(64, 400, 512, 132, "bf16_gemm_nt", epilogue="swiglu+fp8", output="e4m3", aligned=True),
+        "columns of a D of FP8 must be a multiple of 128, not 200",
+    ),
     "1D1D": (
         ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
         "scales of A and B must be 1x128 and 128x128",
     ),
     "rows of d": (ops.spec(64, 512, 512, 132, epilogue="swiglu", aligned=False), "rows of D must begin on 16-byte"),
-    "another activation": (
-        ops.spec(64, 512, 512, 132, output="e4m3", epilogue="silu+fp8"),
-        "products with a gate only",
-    ),
 }
 
 
@@ -198,16 +220,20 @@ def test_what_has_no_kernel_says_why(name: str) -> None:
 
 
 @pytest.mark.parametrize("grouping", ["none", "contiguous", "psum", "masked"])
-@pytest.mark.parametrize("output", FP8_GATED.outputs)
-def test_all_that_a_scale_is_for_is_in_one_tile(output: str, grouping: str) -> None:
+@pytest.mark.parametrize("output", ["bf16", "f16", "f32", "e4m3"])
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt", "fp16_gemm_nt"])
+def test_all_that_a_scale_is_for_is_in_one_tile(op: str, output: str, grouping: str) -> None:
     """FP8 is written by tiles of 128 columns of D; groups have no clusters."""
-    spec = ops.spec(256, 4096, 7168, 132, epilogue="swiglu" + "+fp8" * (output == "e4m3"), output=output, aligned=True)  # type: ignore[arg-type]
+    if output in ("bf16", "f16") and output != ops.PRODUCTS[op].outputs[0] and op != "fp8_gemm_nt":
+        return
+    family, text = FP8_GATED if op == "fp8_gemm_nt" else HALF_GATED, "swiglu" + "+fp8" * (output == "e4m3")
+    spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, aligned=True)  # type: ignore[arg-type]
     more = {"none": {}, "masked": {"groups": 4, "expected_m": 20}}.get(grouping, {"groups": 4, "alignment": 128})
-    ranked = select.rank(replace(spec, grouping=grouping, **more), SM90)
-    assert {each.config.family for each in ranked} == {FP8_GATED.name}
-    widths = {each.config.block_n for each in ranked}
-    assert widths == ({256} if output == "e4m3" else {64, 128, 256})
-    assert all(each.config.cluster_size == 1 for each in ranked) or grouping == "none"
+    spec = replace(spec, grouping=grouping, **more)
+    assert {each.config.family for each in select.rank(spec, SM90)} == {family.name}
+    fitting = family.fitting(spec, family.configs(SM90))
+    assert {config.block_n for config in fitting} == ({256} if output == "e4m3" else {64, 128, 256})
+    assert all(config.cluster_size * config.ctas_per_sm == 1 for config in fitting) or grouping == "none"
 
 
 @pytest.mark.parametrize(
@@ -220,16 +246,65 @@ def test_few_rows_have_a_tile_of_their_own(m: int, text: str, tile: int) -> None
     assert (config.block_m, config.block_n) == (tile, 256)
 
 
+ALL = "alpha+rows+bias:bf16+swiglu+clamp:7.0+fp8:ue8m0"
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize("text", ["swiglu+fp8", "bias:f32+swiglu+fp8", "rows+bias:bf16+swiglu+clamp:7.0+fp8:ue8m0"])
-def test_the_tile_of_few_rows_spills_nothing(text: str) -> None:
-    params = FP8_GATED.case(FP8_GATED.config(64, 256, (1, 1), 2, 1), epilogue=text, output="e4m3")
-    assert engine.build(params).resources.problems() == []
+@pytest.mark.parametrize(
+    ("family", "tile", "texts"),
+    [
+        (FP8_GATED, (64, 256, (1, 1), 2, 1), ("swiglu+fp8", "bias:f32+swiglu+fp8", ALL.removeprefix("alpha+"))),
+        (FP8_GATED, (128, 256, (2, 1), 1, 1), ("alpha+swiglu+fp8", "alpha+rows+swiglu+clamp:7.0+fp8", ALL)),
+        (HALF_GATED, (128, 256, (2, 1, 1)), ("alpha+swiglu+fp8", ALL)),
+    ],
+)
+def test_the_widest_tiles_spill_nothing(family: GemmFamily, tile: Any, texts: tuple[str, ...]) -> None:
+    """Alpha and SwiGLU without a bias spilled 48 bytes: ptxas mixed all columns."""
+    for text in texts:
+        assert engine.build(family.case(family.config(*tile), epilogue=text, output="e4m3")).resources.problems() == []
+
+
+@pytest.mark.parametrize("n", [16, 112, 400, 4096])
+def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
+    """Kernels wait for all rows of both, also of those past the last one."""
+    spec = ops.spec(70, n, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True)
+    for config in HALF_GATED.configs(SM90):
+        params = HALF_GATED.params(spec, config, SM90)
+        strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1), "alpha": (1.0,)}
+        maps = [
+            each for each in HALF_GATED.launch(params, spec, strides, False, False).parameters if isinstance(each, Map)
+        ]  # type: ignore[arg-type]
+        of_b = {each.spec for each in maps if each.operand == "b"}
+        assert [(each.box, each.dims) for each in of_b] == [((64, config.block_n // 2 // config.cluster_m), (512, n))]
+        (of_d,) = (each.spec for each in maps if each.operand == "d")
+        assert of_d.dims == (n // 2, 70)
+
+
+@pytest.mark.parametrize("op", ["bf16_gemm_nt", "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked"])
+def test_interleaved_rows_are_two_matrices(op: str) -> None:
+    """One of each second row, and one of the rows between; groups lie one after the other."""
+    family, size = (HALF_GATED, 2) if op == "bf16_gemm_nt" else (FP8_GATED, 1)
+    groups = 3 if "grouped" in op else 1
+    spec = ops.spec(70, 512, 384, 132, op, groups=groups, expected_m=64, epilogue="swiglu+interleaved", aligned=True)
+    strides = {
+        "a": (384, 1),
+        "b": (400, 1),
+        "d": (256, 1),
+        "sfa": (1, 72),
+        "sfb": (6, 3, 1)[-2 if groups == 1 else 0 :],
+    }
+    params = family.params(spec, family.configs(SM90)[0], SM90)
+    made = family.launch(params, spec, strides, False, False)  # type: ignore[arg-type]
+    gate, up = (each for each in made.parameters if isinstance(each, Map) and each.operand == "b")
+    assert gate.spec == up.spec
+    assert (gate.spec.dims, gate.spec.strides) == ((384, groups * 256), (2 * 400 * size,))
+    assert (gate.offset, up.offset) == (0, 400 * size)
 
 
 TEXTS = {
     Parts(activation="swiglu"): "swiglu",
     Parts(activation="swiglu", clamp=7.0, cast="1x128"): "swiglu+clamp:7.0+fp8",
+    Parts(activation="swiglu", clamp=7.0, interleaved=True): "swiglu+interleaved+clamp:7.0",
     Parts(True, True, "bf16", "swiglu", False, 0.1, "ue8m0"): "alpha+rows+bias:bf16+swiglu+clamp:0.1+fp8:ue8m0",
 }
 

@@ -1,4 +1,4 @@
-"""The rules for FP8 products with a gate, SwiGLU, dense and with groups along M."""
+"""The rules for products with a gate, SwiGLU, of FP8 and of 16 bits, dense and with groups along M."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from ..spec import SCALE_BLOCK, GemmSpec
 from . import serving
 from .epilogues import parse
 from .fp8_scaled import Fp8Scaled
-from .gemm import ALONG_M, GemmFamily
+from .gemm import ALONG_M, SAME, GemmFamily
+from .half_gemm import HalfGemm
 
 _WIDTHS = (64, 128, 256)
-"""Columns of tiles, of which half are gate's: each half lies in one block of B's scales."""
+"""Columns of tiles, of which half are gate's: of FP8, each half lies in one block of B's scales."""
 
 _FEW_ROWS = 64, 256
 """The tile for FP8 output of few rows."""
@@ -48,14 +49,39 @@ class Fp8Gated(Fp8Scaled):
         return super().illegal(config, arch)
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
-        """With groups there are no clusters. FP8 is written by tiles that have all columns of a scale. A lone consumer
-        of these has no registers for groups and for alpha."""
+        """With groups there are no clusters. A lone consumer of all columns of an FP8 scale has no registers for groups
+        and for alpha."""
         if spec.grouping != "none" and config.cluster_size > 1:
             return False
         if config.tile == _FEW_ROWS:
             alone = spec.grouping == "none" and not parse(spec.epilogue).alpha
             return alone and spec.d.dtype == "e4m3" and super().fits(spec, config, accumulate, scaling)
-        if spec.d.dtype == "e4m3" and self.columns_of_d(config.block_n) != SCALE_BLOCK:
+        return super().fits(spec, config, accumulate, scaling)
+
+
+class HalfGated(HalfGemm):
+    """Tiles of `HalfGemm`, whose consumers have gate and up in the same thread. N is that of the product: gate's and
+    up's columns."""
+
+    gated = True
+
+    def __init__(self) -> None:
+        super().__init__(groups="gated")
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        """Tiles of 64 to 256 rows, without clusters or in pairs that share B, with one or two CTAs per SM."""
+        return itertools.product((64, 128, 256), _WIDTHS, ((1, 1, 1), (2, 1, 1)), (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        if config.block_n not in _WIDTHS:
+            return f"block_n must be one of {_WIDTHS}, not {config.block_n}"
+        if config.cluster_n * config.cluster_k > 1:
+            return "CTAs that share A could lie outside of D, and those that share K have no whole gate"
+        return super().illegal(config, arch)
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+        """With groups there is one CTA on an SM, without clusters."""
+        if spec.grouping != "none" and config.cluster_size * config.ctas_per_sm > 1:
             return False
         return super().fits(spec, config, accumulate, scaling)
 
@@ -64,6 +90,10 @@ def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:
     if spec.n % (2 * SCALE_BLOCK):
         return f"columns of gate, half of N, must be a multiple of {SCALE_BLOCK}, not {spec.n / 2:g}"
     return None
+
+
+def _gate_is_half(spec: GemmSpec) -> str | None:
+    return f"gate has half of B's rows, so that N must be even, not {spec.n}" if spec.n % 2 else None
 
 
 def _gated(config: GemmConfig) -> dict[str, Any]:
@@ -93,5 +123,31 @@ FP8_GATED = GemmFamily(
             {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"},
         ),
         ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
+        ((128, 256, (2, 1), 1, 1), {"epilogue": "bias:f32+swiglu+interleaved+fp8", "output": "e4m3"}),
+    ),
+)
+
+HALF_GATED = GemmFamily(
+    name="sm90_half_gated",
+    rules=HalfGated(),
+    serving=serving.HALF_GATED,
+    dtypes=("bf16", "f16"),
+    outputs=(SAME, "f32", "e4m3"),
+    groupings=("none", *ALONG_M),
+    accumulates=("none",),
+    aligned_d=True,
+    limit=_gate_is_half,
+    label="gated ",
+    tile_prefix="gated_",
+    serving_options=_gated,
+    varied=(
+        ((128, 256), {"epilogue": "swiglu+clamp:7.0"}),
+        ((128, 256, (2, 1, 1)), {"epilogue": "alpha+rows+bias:f32+swiglu", "output": "f32"}),
+        ((256, 128), {"epilogue": "rows+bias:f16+swiglu", "dtype": "f16", "output": "f16"}),
+        ((128, 256), {"epilogue": "swiglu+fp8:ue8m0", "output": "e4m3", "grouping": "psum"}),
+        ((128, 256), {"epilogue": "swiglu+fp8", "output": "e4m3", "grouping": "contiguous"}),
+        ((128, 256), {"epilogue": "rows+bias:bf16+swiglu+clamp:7.0+fp8", "output": "e4m3", "grouping": "masked"}),
+        ((64, 64), {"epilogue": "bias:f32+swiglu", "grouping": "masked"}),
+        ((128, 128), {"epilogue": "bias:bf16+swiglu+interleaved", "grouping": "contiguous"}),
     ),
 )
