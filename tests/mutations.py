@@ -105,7 +105,7 @@ MUTATIONS = [
              "(left, 0, kLeft)", SWAPPED_KERNELS),
     Mutation("promote three of four sums, swapped", "promotion.cuh",
              "      add<kFresh>(sum[i + 3], odd, partial[i + 3]);\n", "", SWAPPED_KERNELS),
-    Mutation("drop the last block of K, swapped", "fp8_swapped.cuh", "return Tile::kShapeK ? Tile::kShapeK : arg.k;",
+    Mutation("drop the last block of K, swapped", "gemm_kernel.cuh", "return Tile::kShapeK ? Tile::kShapeK : arg.k;",
              "return (Tile::kShapeK ? Tile::kShapeK : arg.k) - kBlockK;", SWAPPED_KERNELS),
     Mutation("copy a lone tile without the swizzle that it was staged with", "epilogue.cuh",
              "load_shared_16(box + r * kRowBytes + swizzled(r, unit) * 16)",
@@ -125,9 +125,9 @@ MUTATIONS = [
              "const u32 token = lane % 8 ^ 1, unit", SWAPPED_STAGED),
     Mutation("stage transposed without the swizzle that the store undoes", "epilogue.cuh",
              "token * 128 + (unit ^ token) * 16;", "token * 128 + unit * 16;", SWAPPED_STAGED),
-    Mutation("swap weights in a direct store", "epilogue.cuh", "warp * 16 + lane / 4 + i * 4;",
-             "warp * 16 + (lane / 4 ^ 1) + i * 4;", ("swapped direct",)),
-    Mutation("store one token twice", "epilogue.cuh", "out[stride] = static_cast<u16>(packed >> 16);",
-             "out[stride] = static_cast<u16>(packed);", ("swapped direct",)),
+    Mutation("swap weights in a direct store", "swapped_output.cuh", "warp * 16 + lane / 4 + i / 2 * 8,",
+             "warp * 16 + (lane / 4 ^ 1) + i / 2 * 8,", ("swapped direct",)),
+    Mutation("store one token twice", "swapped_output.cuh", "use(sum[0][chunk * 4 + i], y, x);",
+             "use(sum[0][chunk * 4 + i / 2 * 2], y, x);", ("swapped direct",)),
 ]
 # fmt: on

@@ -161,22 +161,3 @@ struct TransposedStore {
     }
   }
 };
-
-template <u32 kTokens, class Out = Output<kBf16>, class Wanted>
-DG_DEVICE void store_direct_transposed(u16* d, i64 stride, const float (&sum)[1][kTokens / 2], u32 token,
-                                       u32 weight, u32 tokens, u32 weights, u32 warp, u32 lane, const Wanted& wanted) {
-#pragma unroll
-  for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
-    if (wanted(chunk)) {
-#pragma unroll
-      for (u32 i = 0; i < 4; i += 2) {
-        const u32 x = weight + warp * 16 + lane / 4 + i * 4;
-        const u32 y = token + chunk * 8 + lane % 4 * 2;
-        const u32 packed = Out::apply(sum[0][chunk * 4 + i], sum[0][chunk * 4 + i + 1]);
-        u16* out = d + y * stride + x;
-        if (x < weights && y < tokens) out[0] = static_cast<u16>(packed);
-        if (x < weights && y + 1 < tokens) out[stride] = static_cast<u16>(packed >> 16);
-      }
-    }
-  }
-}

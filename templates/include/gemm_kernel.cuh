@@ -20,7 +20,8 @@
 // For kernels without scale factors in shared memory.
 struct NoScales {
   enum : bool { kLoads = false };
-  enum : u32 { kStageBytes = 0 };  // that arrive in each stage, whatever the tile
+  enum : bool { kExpects = false };  // whether they also set the number of bytes that each full barrier expects of all loaders
+  enum : u32 { kStageBytes = 0 };    // that arrive in each stage, whatever the tile
   template <class Kernel>
   static DG_DEVICE void load(const Kernel&, typename Kernel::Scheduler) {}
 };
@@ -268,8 +269,12 @@ struct GemmKernel {
     if constexpr (!Layout::kMapsOfGroups) {
       tma_prefetch_map(arg.map_b);
       tma_prefetch_map(arg.map_a);
+      if constexpr (Scales::kExpects) tma_prefetch_map(arg.map_scale_a);
       if (arg.last_columns < Layout::kBlockN) tma_prefetch_map(arg.map_b_last);
-      if (arg.last_rows < Layout::kBlockM) tma_prefetch_map(arg.map_a_last);
+      if (arg.last_rows < Layout::kBlockM) {
+        tma_prefetch_map(arg.map_a_last);
+        if constexpr (Scales::kExpects) tma_prefetch_map(arg.map_scale_a_last);
+      }
     }
   }
 
@@ -327,7 +332,7 @@ struct GemmKernel {
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
-  // This loader also sets the number of bytes that each full barrier expects of all loaders.
+  // Unless scales do, this loader also sets the number of bytes that each full barrier expects of all loaders.
   DG_DEVICE void load_tokens(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
@@ -336,12 +341,17 @@ struct GemmKernel {
     for (; tile.valid(); tile.advance()) {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
-      const u32 bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
+      u32 bytes;
+      if constexpr (!Scales::kExpects) bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
       A::with_boxes(from, tile.row, part_a(), [&](const auto& each_box) {
         wait_for_previous_kernel();
         if (!late) allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
-          barrier_arrive_expect(barriers.full(stage), bytes);
+          if constexpr (Scales::kExpects) {
+            barriers.take_part(stage);
+          } else {
+            barrier_arrive_expect(barriers.full(stage), bytes);
+          }
           load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step),
                                 product(tile, order, step));
         });
