@@ -21,6 +21,7 @@ struct Fp8ScaledSwappedLayout {
   enum : u32 { kScaling = Tile::kScaling };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64 && Mma::kN == kBlockM && kScaling != k1D1D);
   enum : bool { kClusters = false };  // no CTAs that share loads
+  enum : u32 { kStagesLent = 0 };
 
   using A = OperandTile<kBlockM, false, 1, false, 1>;
   using B = OperandTile<kBlockN, false, 1, false, 1>;
