@@ -52,8 +52,11 @@ def host() -> Iterator[Row]:
     left = torch.randn(HOST_SHAPE.m, HOST_SHAPE.k, dtype=torch.bfloat16, device="cuda")
     right = torch.randn(HOST_SHAPE.k, HOST_SHAPE.n, dtype=torch.bfloat16, device="cuda")
     pair = (x.b, x.sfb)
+    deep_gemm.register_operators()
+    operator = torch.ops.deep_gemm_jit.fp8_gemm
     calls: dict[str, Callable[[], Any]] = {
         "fp8_gemm_nt, warm, scales ready": backends.ours(x),
+        "operator fp8_gemm, warm, scales ready": lambda: operator(x.a, x.sfa, x.b, x.sfb, x.d),
         "fp8_gemm_nt, warm, scales to transpose": lambda: deep_gemm.fp8_gemm_nt(row_major, pair, x.d),
         "fp8_gemm_nt, activations and output where none were before": at_new_addresses(x),
         "get_mn_major_tma_aligned_tensor, warm": lambda: deep_gemm.get_mn_major_tma_aligned_tensor(row_major[1]),

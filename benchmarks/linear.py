@@ -1,18 +1,18 @@
 """How fast `deep_gemm.nn.FP8Linear` is, forward and backward, beside `torch.nn.Linear` in bfloat16.
 
-    python benchmarks/linear.py --output FILE
+    python benchmarks/linear.py [--output FILE] [--only LAYER ...]
 
 times a training step of one layer on one GPU: forward, input gradient, weight gradient, and all casts, of the weight
 too. Steps are launched back to back, eagerly and compiled by torch, and the layers take turns. "host" is the time that
 Python takes to launch a step: where it is longer than the GPU's, it is what counts. A row for each goes to FILE, and
-the table to the terminal.
+the table to the terminal. "x eager" is the speed of a compiled layer relative to the same one that is not compiled.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +57,18 @@ def step(layer: Any, x: Tensor, dy: Tensor) -> None:
     layer(x).backward(dy)
 
 
-def steps(size: tuple[int, int, int], device: str, compiled: bool = True) -> dict[str, Callable[[], None]]:
-    """A step of each layer, by its name; those of compiled layers end in ", compiled"."""
+def steps(
+    size: tuple[int, int, int], device: str, compiled: bool = True, only: Sequence[str] = ()
+) -> dict[str, Callable[[], None]]:
+    """A step of each layer, or of those named, by its name; those of compiled layers end in ", compiled"."""
     m, n, k = size
     place: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
     dy = torch.randn(m, n, device=device).bfloat16()
     found: dict[str, Callable[[], None]] = {}
     for name, make in LAYERS.items():
+        if only and name not in only:
+            continue
         layer = make(k, n, **place)
         found[name] = lambda layer=layer: step(layer, x, dy)
         if compiled and name in COMPILED:
@@ -73,9 +77,9 @@ def steps(size: tuple[int, int, int], device: str, compiled: bool = True) -> dic
     return found
 
 
-def measure(size: tuple[int, int, int]) -> dict[str, tuple[float, float]]:
+def measure(size: tuple[int, int, int], only: Sequence[str] = ()) -> dict[str, tuple[float, float]]:
     """Microseconds of a step on the GPU, back to back, and of its launches on the host, by layer: medians."""
-    calls = steps(size, "cuda")
+    calls = steps(size, "cuda", only=only)
     for call in calls.values():
         for _ in range(3):
             call()
@@ -97,20 +101,25 @@ def table(size: tuple[int, int, int], found: Mapping[str, tuple[float, float]]) 
     """The lines for a size: times, and speeds relative to bfloat16, compiled layers relative to the compiled one."""
     m, n, k = size
     least = f", at least {LEAST[size]} is wanted" if size in LEAST else ""
-    lines = [f"M={m} N={n} K={k}: forward and backward{least}", f"{'':32}{'us':>8}{'x bf16':>8}{'host us':>9}"]
+    lines = [
+        f"M={m} N={n} K={k}: forward and backward{least}",
+        f"{'':32}{'us':>8}{'x bf16':>8}{'host us':>9}{'x eager':>9}",
+    ]
     for name, (us, host) in found.items():
-        base = f"{BASE}, compiled" if name.endswith(", compiled") else BASE
-        lines.append(f"{name:32}{us:8.1f}{found[base][0] / us:8.2f}{host:9.1f}")
+        eager, compiled, _ = name.partition(", compiled")
+        against = f"{found[eager][0] / us:9.2f}" if compiled else ""
+        lines.append(f"{name:32}{us:8.1f}{found[BASE + compiled][0] / us:8.2f}{host:9.1f}{against}")
     return "\n".join(lines)
 
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
-def main(output: Path | None) -> None:
+@click.option("--only", multiple=True, type=click.Choice([*LAYERS]), help=f"Layers beside {BASE!r}, instead of all.")
+def main(output: Path | None, only: tuple[str, ...]) -> None:
     """Time forward and backward of linear layers."""
     origin, tables = provenance.environment(), []
     for size in SIZES:
-        found = measure(size)
+        found = measure(size, (BASE, *only) if only else ())
         for name, (us, host) in found.items():
             row = {"mode": "linear", "layer": name, **dict(zip("mnk", size, strict=True)), "us": us, "host_us": host}
             if output is not None:

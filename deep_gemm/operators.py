@@ -6,6 +6,7 @@ from deep_gemm.ops import (
     batched,
     dense,
     k_grouped,
+    linear,
     logits,
     m_grouped,
     paged_logits,
@@ -16,7 +17,10 @@ from deep_gemm.ops import (
 )
 from deep_gemm.runtime import operators
 
-_WITH_ENTRIES = batched, dense, k_grouped, logits, m_grouped, paged_logits, prenorm, quantize, rows, skip_head_mid
+_WITH_ENTRIES = (
+    *(batched, dense, k_grouped, linear, logits, m_grouped),
+    *(paged_logits, prenorm, quantize, rows, skip_head_mid),
+)
 
 
 def register_operators() -> tuple[str, ...]:

@@ -35,7 +35,7 @@ class GemmConfig(Config):
     rows and take blocks of K in turn. ``num_partials`` sets of partial sums are promoted to float32 sums after every
     128 of K; 0 where sums stay in the tensor cores' accumulators. If not ``persistent``, there is one CTA per tile, and
     its staging area is in stages of the ring. ``buffers`` staging buffers for each consumer take a tile's parts; 0
-    where the family decides.
+    where the family decides. ``parts``: K is cut into as many parts as fill the GPU, each with a cluster for each tile.
     """
 
     block_m: int
@@ -52,6 +52,7 @@ class GemmConfig(Config):
     num_partials: int = 0
     persistent: bool = True
     buffers: int = 0
+    parts: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:

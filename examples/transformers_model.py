@@ -4,7 +4,8 @@ Both models begin with the same weights, and learn to continue sequences that re
 `deep_gemm.nn.convert(model)` is all that differs. Then the bfloat16 one is served: as it is; with FP8 weights by the
 layers of deep_gemm.nn; and with the same FP8 weights by the layers of Transformers, which call the Triton kernel of the
 Hugging Face hub by default, or DeepGEMM's kernel of the hub, in whose place `deep_gemm.compat.enable()` puts this
-library. Tokens a second of prefill and of generation, and how many greedy tokens are the same.
+library. Tokens a second of prefill and of generation, how far logits are apart, and how many greedy tokens are the
+same. Times are medians of five repeats, after three that load kernels and fill caches, without Python's collector.
 
     pip install transformers kernels
     python examples/transformers_model.py                 # large enough for a GPU if there is one, tiny otherwise
@@ -19,13 +20,15 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import gc
 import importlib
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,9 +40,16 @@ SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "
 LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8, "num_attention_heads": 16}
 TOKENS = 64
 """How many different tokens there are."""
-ALIKE = {"BF16": 0.9, "Transformers": 0.99, "compat": 1.0}
-"""The least share of greedy tokens that FP8 by deep_gemm.nn must have in common with each other way. The Triton kernel
-multiplies the same FP8 values, and adds in another order; the last way calls the same kernel."""
+APART = {"BF16": 0.2, "Transformers": 0.05, "compat": 0.05}
+"""How far the logits of a prefill may be from those of deep_gemm.nn, by norm. The Triton kernel multiplies the same FP8
+values and adds in another order: now and then a result is rounded to the other side in bfloat16, and then perhaps in
+the next cast to FP8, whose step is 1/16 to 1/8 of the value. That is a small part of what FP8 itself rounds, which is
+the distance to BF16."""
+ALIKE = {"BF16": 0.8, "Transformers": 0.95, "compat": 0.95}
+"""The least share of greedy tokens that are the same. A token differs only where its two best logits are no further
+apart than the two ways are, which is more often after little training. It also changes what follows it: so this says
+less than logits do, above all of a few sequences."""
+REPEATS, WARM_UPS = 5, 3
 
 
 def model(sizes: dict[str, int], device: str) -> Any:
@@ -56,15 +66,24 @@ def patterns(size: int, length: int, generator: torch.Generator, device: str) ->
     return torch.randint(TOKENS, (size, length // 4), generator=generator).repeat(1, 4).to(device)
 
 
-def seconds(step: Callable[[], Any], device: str, repeats: int = 5) -> float:
-    """The mean time of a step, after one that compiles."""
-    step()
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(repeats):
+def seconds(step: Callable[[], Any], device: str) -> float:
+    """The median time of a step. A collection of all of a process's objects takes longer than some steps: none is made
+    meanwhile."""
+    for _ in range(WARM_UPS):
         step()
-    synchronize(device)
-    return (time.perf_counter() - start) / repeats
+    times = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(REPEATS):
+            synchronize(device)
+            start = time.perf_counter()
+            step()
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+    finally:
+        gc.enable()
+    return statistics.median(times)
 
 
 def synchronize(device: str) -> None:
@@ -92,8 +111,17 @@ def train(net: Any, steps: int, size: int, length: int, device: str) -> tuple[li
     return [float(loss) for loss in losses], rate
 
 
-def serve(net: Any, ids: Tensor, count: int, device: str) -> tuple[Tensor, float, float]:
-    """The greedy tokens after ``ids``, tokens a second of prefill, and of generation."""
+class Result(NamedTuple):
+    """The greedy tokens after a prompt, the logits of the prompt, and tokens a second of prefill and of generation."""
+
+    tokens: Tensor
+    logits: Tensor
+    prefill: float
+    rate: float
+
+
+def serve(net: Any, ids: Tensor, count: int, device: str) -> Result:
+    """Prefill ``ids``, and generate ``count`` tokens."""
 
     def generate(new: int) -> Tensor:
         options = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new}
@@ -102,8 +130,9 @@ def serve(net: Any, ids: Tensor, count: int, device: str) -> tuple[Tensor, float
 
     with torch.inference_mode():
         prefill = seconds(lambda: net(input_ids=ids, use_cache=False), device)
-        whole = seconds(lambda: generate(count), device, repeats=2)
-        return generate(count), ids.numel() / prefill, ids.shape[0] * count / whole
+        whole = seconds(lambda: generate(count), device)
+        logits = net(input_ids=ids, use_cache=False).logits.float()
+        return Result(generate(count), logits, ids.numel() / prefill, ids.shape[0] * count / whole)
 
 
 # ------------------------------------------------------------------------------------------- ways to serve a model
@@ -175,34 +204,46 @@ def ways(net: Any, directory: Path | None) -> dict[str, tuple[str, Callable[[], 
     }
 
 
-Served = dict[tuple[str, int], tuple[Tensor, float, float]]
+Served = dict[tuple[str, int], Result]
 
 
 def table(titles: dict[str, str], served: Served) -> str:
-    """The lines of the table: tokens a second of each way and batch, and the share of tokens like those of nn."""
-    lines = [f"{'':34}{'batch':>6}{'prefill/s':>12}{'generated/s':>13}{'same tokens':>13}"]
-    for (way, batch), (tokens, prefill, rate) in served.items():
-        like = f"{100 * same(served, way, batch, tokens):12.1f}%" if ("nn", batch) in served else f"{'':13}"
-        lines.append(f"{titles[way]:34}{batch:6}{prefill:12,.0f}{rate:13,.1f}{like}")
+    """The lines of the table: tokens a second of each way and batch, how far logits are from those of nn, and the share
+    of the same tokens."""
+    lines = [f"{'':34}{'batch':>6}{'prefill/s':>12}{'generated/s':>13}{'logits apart':>14}{'same tokens':>13}"]
+    for (way, batch), found in served.items():
+        like = ""
+        if ("nn", batch) in served:
+            own = served["nn", batch]
+            like = f"{apart(found, own):14.4f}{100 * same(found, own):12.1f}%"
+        lines.append(f"{titles[way]:34}{batch:6}{found.prefill:12,.0f}{found.rate:13,.1f}{like}")
     return "\n".join(lines)
 
 
-def same(served: Served, way: str, batch: int, tokens: Tensor) -> float:
-    return (tokens == served["nn", batch][0]).float().mean().item()
+def same(found: Result, own: Result) -> float:
+    """The share of the same tokens."""
+    return (found.tokens == own.tokens).float().mean().item()
+
+
+def apart(found: Result, own: Result) -> float:
+    """The norm of the difference of logits, relative to their own. What all tokens have in common does not count."""
+    x, y = (each.logits - each.logits.mean(-1, keepdim=True) for each in (found, own))
+    return ((x - y).norm() / y.norm()).item()
 
 
 def verdict(served: Served) -> list[str]:
     """Speeds relative to each other way, and which tokens differ more than they may."""
     lines = []
-    for (way, batch), (tokens, prefill, rate) in served.items():
+    for (way, batch), found in served.items():
         if way == "nn" or ("nn", batch) not in served:
             continue
-        _, own_prefill, own_rate = served["nn", batch]
-        share = same(served, way, batch, tokens)
-        kept = "as" if share >= ALIKE[way] else "NOT as"
+        own = served["nn", batch]
+        distance, share = apart(found, own), same(found, own)
+        kept = "as" if distance <= APART[way] and share >= ALIKE[way] else "NOT as"
         lines.append(
-            f"batch {batch}: deep_gemm.nn is {own_prefill / prefill:.2f}x in prefill and {own_rate / rate:.2f}x in "
-            f"generation of {way}; {100 * share:.1f}% of tokens are the same, {kept} expected (at least "
+            f"batch {batch}: deep_gemm.nn is {own.prefill / found.prefill:.2f}x in prefill and "
+            f"{own.rate / found.rate:.2f}x in generation of {way}; logits are {distance:.4f} apart and "
+            f"{100 * share:.1f}% of tokens are the same, {kept} expected (at most {APART[way]}, at least "
             f"{100 * ALIKE[way]:.0f}%)"
         )
     return lines
@@ -239,10 +280,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     gpu = device == "cuda"
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200 if gpu else 4, help="of training [%(default)s]")
+    parser.add_argument("--steps", type=int, default=120 if gpu else 4, help="of training [%(default)s]")
     parser.add_argument("--new-tokens", type=int, default=64 if gpu else 4, help="to generate [%(default)s]")
     parser.add_argument("--hub-kernels", type=Path, help="a directory with the hub's package finegrained_fp8")
-    parser.add_argument("--seconds", type=float, default=110.0, help="after which no part begins [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no part begins [%(default)s]")
     parser.add_argument("--record", type=Path, help="append a row for each result to this file")
     options = parser.parse_args()
     sizes, size, length, batches = (LARGE, 32, 256, (1, 32)) if gpu else (SMALL, 4, 32, (1, 2))
@@ -269,11 +310,12 @@ def main() -> None:
             found = parts(f"{title}, batch {batch}", functools.partial(serve, net, ids, options.new_tokens, device))
             if found is not None:
                 served[way, batch] = found
-                speeds = {"prefill_per_s": found[1], "generated_per_s": found[2]}
+                speeds = {"prefill_per_s": found.prefill, "generated_per_s": found.rate}
                 rows.append({"part": "serving", "way": way, "batch": batch, **speeds})
     for row in rows:
         if row["part"] == "serving" and ("nn", row["batch"]) in served:
-            row["same_tokens"] = same(served, row["way"], row["batch"], served[row["way"], row["batch"]][0])
+            found, own = served[row["way"], row["batch"]], served["nn", row["batch"]]
+            row |= {"same_tokens": same(found, own), "logits_apart": apart(found, own)}
     if options.record is not None:
         parts("recording", lambda: record(options.record, rows, sizes))
     for text in (losses and curve(losses), table({way: title for way, (title, _) in named.items()}, served)):

@@ -20,8 +20,11 @@ KERNELS: dict[str, KernelParams] = {
     "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
     "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
     "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), accumulate="reduces"),
+    "parts": case(HALF_SUMMED, 128, 128, (1, 1, 4), 1, True, accumulate="reads"),
+    "parts of one CTA": case(HALF_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
 }
 
+PARTS = ("parts", "parts of one CTA")
 FP8 = tuple(name for name in KERNELS if name.startswith("fp8"))
 FP8_STAGED, FP8_SWAPPED = ("fp8", "fp8 pair"), ("fp8 swapped", "fp8 swapped direct")
 
@@ -108,13 +111,48 @@ MUTATIONS = [
         "gemm_kernel.cuh",
         "return arg.raster->part.quotient(order.step_block(step));",
         "return 0;",
-        ("sum",),
+        ("sum", *PARTS),
     ),
     Mutation(
         "go on along K after a product's last block",
         "gemm_kernel.cuh",
         "(block - arg.raster->part.quotient(block) * arg.raster->part.value) * kBlockK",
         "block * kBlockK",
-        ("sum",),
+        ("sum", *PARTS),
+    ),
+    Mutation(
+        "let every part have the first part's blocks of K",
+        "gemm_kernel.cuh",
+        "blockIdx.y * kClusterK + rank_k()",
+        "rank_k()",
+        PARTS,
+    ),
+    Mutation(
+        "leave out blocks of K that cannot be dealt out evenly",
+        "order.cuh",
+        "length(share + (rank < more))",
+        "length(share)",
+        ("sum", "parts"),
+    ),
+    Mutation(
+        "leave out the first part's sums",
+        "parts_in_order.cuh",
+        "for (u32 first = 0; first < gridDim.y; first += kTogether)",
+        "for (u32 first = 1; first < gridDim.y; first += kTogether)",
+        PARTS,
+    ),
+    Mutation(
+        "read this part's sums for each part",
+        "parts_in_order.cuh",
+        "sums + (first + i) * part_bytes",
+        "sums + blockIdx.y * part_bytes",
+        PARTS,
+    ),
+    Mutation(
+        "add no C to the sums of all parts",
+        "half_gemm.cuh",
+        "total[i] = __fadd_rn(total[i], before[i]);",
+        "total[i] = __fadd_rn(total[i], 0.0f);",
+        ("parts",),
     ),
 ]

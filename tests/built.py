@@ -15,7 +15,7 @@ from forced import COMPILING_THREADS
 from deep_gemm import arch, kernels
 from deep_gemm.params import Config, KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.calls import Calls
+from deep_gemm.runtime.operation import Operation
 from deep_gemm.spec import GemmSpec, Spec
 
 
@@ -42,11 +42,11 @@ def kernels_of(calls: Iterable[Callable[[], object]]) -> set[KernelParams]:
     """The kernels of calls on a GPU, which nothing compiles or launches: outputs stay as they are. None on the CPU."""
     found: set[KernelParams] = set()
 
-    def prepare(self: Calls, x: Any, device: int) -> Any:
-        found.update(params_of(step.spec, device) for step in self.operation.work(x, device).steps)
+    def prepare(operation: Operation, x: Any, device: int) -> Any:
+        found.update(params_of(step.spec, device) for step in operation.work(x, device).steps)
         return _Unmade()
 
-    with mock.patch.object(Calls, "_prepare", prepare):
+    with mock.patch("deep_gemm.runtime.calls._prepare", prepare):
         for call in calls if torch.cuda.is_available() else ():
             call()
     return found

@@ -14,6 +14,7 @@ import torch
 from deep_gemm import UnsupportedError, arch, options
 from deep_gemm.ops import dense
 from deep_gemm.ops.batched import Batched, Summed
+from deep_gemm.ops.chain import Chain
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.logits import MqaLogits
@@ -36,7 +37,6 @@ from deep_gemm.spec import (
     TransposeSpec,
 )
 
-EMPTY = torch.empty
 CPU = -1
 """`Tensor.get_device` of the CPU, which stands for the GPU."""
 
@@ -101,13 +101,13 @@ class FakeGpu:
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
         of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
-        for operation in (Dense, SkipHeadMid, MGrouped, KGrouped, Batched, Summed, Quantize, RowFunction, *of_logits):
+        grouped = (MGrouped, KGrouped, Batched, Summed)
+        for operation in (Dense, SkipHeadMid, *grouped, Quantize, RowFunction, Chain, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))
         monkeypatch.setattr(weight_promises, "_callbacks_work", lambda: True)
         monkeypatch.setattr(calls, "_current_device", lambda: 0)
         monkeypatch.setattr(calls, "_raw_stream", lambda device: 7)
-        monkeypatch.setattr(torch, "empty", self.empty)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
@@ -135,10 +135,6 @@ class FakeGpu:
     ) -> FakeLaunch:
         self.prepared += 1
         return FakeLaunch(self, plan.spec, strides, addresses, constant)
-
-    @staticmethod
-    def empty(*sizes: Any, device: Any = None, **others: Any) -> torch.Tensor:
-        return EMPTY(*sizes, device="cpu" if device == f"cuda:{CPU}" else device, **others)
 
     @property
     def constants(self) -> list[bool]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import deep_gemm
 from deep_gemm import nn, quantize
+from deep_gemm.nn import casts
 
 IN, OUT = 144, 272
 """Sizes that end inside blocks of 128."""
@@ -50,7 +51,8 @@ def results(layer: Any, x: Tensor, dy: Tensor, run: Callable[[Tensor], Tensor] |
     dw = layer.weight.grad if main is None else main.clone()
     assert main is None or layer.weight.grad is None
     assert x.grad is not None
-    return {"y": y.detach(), "dx": x.grad, "dw": dw, "db": layer.bias.grad}
+    of_bias = {} if layer.bias is None else {"db": layer.bias.grad}
+    return {"y": y.detach(), "dx": x.grad, "dw": dw, **of_bias}
 
 
 def exact(layer: Any, x: Tensor, dy: Tensor) -> Results:
@@ -89,6 +91,23 @@ def of_casts(layer: Any, x: Tensor, dy: Tensor) -> Results:
         "dw": of_dy @ columns.t(),
         "db": dy.double().sum(0),
     }
+
+
+def of_separate_calls(layer: Any, x: Tensor, dy: Tensor) -> Results:
+    """What the public functions give, one call for each cast and each product. A layer has the same bits."""
+    x, dy, weight = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1]), layer.weight.detach()
+    wgrad, (n, k) = layer.weight_gradient, weight.shape
+    rows, columns = casts.tokens(x, casts.BLOCKS[wgrad])
+    plain, turned = quantize.blocks_and_transpose(weight)
+    of_dy, columns_of_dy = casts.gradients(dy.to(x.dtype))
+    y, dx = x.new_empty(x.shape[0], n), torch.empty_like(x)
+    epilogue = None if layer.bias is None else deep_gemm.Epilogue(layer.bias.detach())
+    deep_gemm.fp8_gemm_nt(rows, plain, y, epilogue=epilogue)
+    deep_gemm.fp8_gemm_nt(of_dy, turned, dx)
+    main = layer.fuse_wgrad_accumulation
+    dw = torch.zeros(n, k, device=x.device) if main else torch.empty_like(weight)
+    deep_gemm.fp8_gemm_nt(columns_of_dy, columns, dw, c=dw if main else None, recipe=casts.RECIPES[wgrad])
+    return {"y": y, "dx": dx, "dw": dw}
 
 
 OF_CASTS = {"y": 5e-3, "dx": 5e-3, "dw": 5e-3, "db": 1e-2}

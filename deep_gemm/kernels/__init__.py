@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
 from ..spec import GemmSpec, Spec
+from .other_families import OTHERS
 
 if TYPE_CHECKING:
     from .base import Kernel
@@ -31,8 +32,6 @@ def registry() -> Mapping[str, Kernel]:
 @functools.cache
 def get(name: str) -> Kernel:
     """The kernel family called ``name``; KeyError if there is none."""
-    from .other_families import OTHERS
-
     others = [of for of, (known, *_) in OTHERS.items() if known == name]
     return _other(others[0]) if others else gemms()[name]
 
@@ -51,16 +50,12 @@ def gemms() -> Mapping[str, GemmFamily]:
 
 
 def _others() -> Mapping[str, Kernel]:
-    from .other_families import OTHERS
-
     return {family.name: family for family in map(_other, OTHERS)}
 
 
 @functools.cache
 def _other(of: type) -> Kernel:
     """The family that computes specs of this type."""
-    from .other_families import OTHERS
-
     _, module, name = OTHERS[of]
     found: Kernel = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return found

@@ -163,7 +163,7 @@ class GemmFamily(Kernel):
             and c.cluster_m * c.cluster_n * c.cluster_k <= spec.num_sms
             # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or c.ctas_per_sm == 1)
-            and not (spec.batch_invariant and c.cluster_k * c.consumers_k > 1)
+            and not (spec.batch_invariant and (c.cluster_k * c.consumers_k > 1 or c.parts))
             and alignment % c.block_m == 0
             and (spec.epilogue == "none" or self.rules.finishes(c))
             and fits(spec, c, accumulate, scaling)
@@ -188,6 +188,8 @@ class GemmFamily(Kernel):
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
+        if config.parts:
+            return groups.in_parts(lambda each: count(*counts, each, config, size), spec, config)
         if spec.grouping in ("none", "summed", "heads"):
             return count(*counts, spec, config, size)
         if spec.grouping == "k":
@@ -223,6 +225,8 @@ class GemmFamily(Kernel):
         first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
         first |= {"grouping": self.groupings[0], "store": "tma"}
         params = KernelParams(**{"kernel": self.name, "arch": arch.name, "config": config, **first, **options})
+        if config.parts:  # the consumers that add all parts store them
+            params = replace(params, store="direct", accumulate=params.accumulate.replace("reduces", "reads"))
         table = groups.table_bytes(params.grouping, params.segments)
         return replace(params, config=self.rules.fitted(params, table, arch))
 
@@ -287,7 +291,7 @@ class GemmFamily(Kernel):
             values["c_stride"] = strides["c"][0]
         values |= epilogues.parse(params.epilogue).values(strides)
         shape = LaunchShape(
-            grid=(ctas, 1, 1),
+            grid=(ctas, groups.parts(c, spec), 1),
             block=c.num_threads,
             dynamic_shared=self.shared_bytes(params),
             cluster=(c.cluster_size, 1, 1),

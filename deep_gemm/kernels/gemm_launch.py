@@ -39,7 +39,7 @@ def dense(
         "last_rows": rows,
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
-        "raster": order.arguments if spec.grouping in ("none", "heads") else _batch(order, spec, c, products),
+        "raster": order.arguments if spec.grouping in ("none", "heads") else _products(order, spec, c, products),
         "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
         "d_stride": strides["d"][-2],
         "d_stride_g": strides["d"][0],
@@ -65,13 +65,16 @@ def dense(
     return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
 
 
-def _batch(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
-    """The argument ``raster`` of several products: see ``BatchRaster``. Raises UnsupportedError for too many tiles."""
+def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
+    """The argument ``raster`` of several products: see ``BatchRaster`` and ``SumRaster``. Raises UnsupportedError for
+    too many tiles."""
     tiles = order.rows * order.columns
+    if spec.grouping == "summed":
+        share, more = divmod(spec.k // config.block_k, groups.parts(config, spec) * config.cluster_k)
+        return [share, more, *divisor(spec.k // spec.groups // config.block_k), *order.arguments]
     if tiles * products >= 1 << 31:
         raise UnsupportedError(f"{products} products of {spec.m} x {spec.n} are more than 2^31 tiles. Split the call.")
-    part = tiles if spec.grouping == "batched" else spec.k // spec.groups // config.block_k
-    return [tiles * products, *divisor(part), *order.arguments]
+    return [tiles * products, *divisor(tiles), *order.arguments]
 
 
 def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:

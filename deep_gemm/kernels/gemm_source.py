@@ -49,6 +49,7 @@ _CONSTANTS = {
     "k": "kAlongK",
     "batched": "kBatched",
     "summed": "kSummed",
+    "summed in parts": "kSummedInParts",
     "heads": "kHeads",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
@@ -67,7 +68,7 @@ _RASTERS = {
     "heads": "Raster",
     "k": "DepthRaster",
     "batched": "BatchRaster",
-    "summed": "BatchRaster",
+    "summed": "SumRaster",
 }
 """Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
@@ -95,6 +96,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
+        "parts" if c.parts else "",
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
         re.sub(r"\W", "_", epilogues.parse(p.epilogue).label) if p.epilogue != "none" else "",
@@ -128,7 +130,7 @@ def constants(params: KernelParams, rules: Template) -> dict[str, str | int | bo
         "swapped": c.swap_ab,
         "mn_major_a": p.majors[0] == "m",
         "mn_major_b": p.majors[1] == "m",
-        "grouping": _CONSTANTS.get(p.grouping, "kUngrouped"),
+        "grouping": _CONSTANTS.get(f"{p.grouping} in parts" if c.parts else p.grouping, "kUngrouped"),
         "segments": p.segments,
         "a_rows": groups.a_rows(p.grouping, p.dtype, c),
     }
@@ -186,6 +188,8 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
         found += parameters("u32 groups, u32 alignment, const int* layout")
     if p.scaling == "1d2d" and (p.grouping == "batched" or (p.grouping in groups.WITH_TABLE and p.grouping != "k")):
         found += parameters("i64 scale_b_stride_g")
+    if p.gemm.parts:
+        found += parameters("u8* memory")
     return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
 
 

@@ -1,8 +1,9 @@
-"""Grouped GEMMs: the table of groups in a CTA's shared memory, and the order of tiles (see ``groups.cuh``)."""
+"""Grouped GEMMs: the table of groups in a CTA's shared memory, and the order of tiles (see ``groups.cuh``); and parts
+of K of products that are summed (see ``parts_in_order.cuh``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..params import GemmConfig
 from ..spec import GemmSpec, align, ceil_div
 from .base import Strides
 from .features import Features
+from .gemm_features import PACKING
 from .raster import divisor, raster
 
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
@@ -37,6 +39,12 @@ _STRIP = 16
 """Rows of tiles in a strip."""
 _CHUNK_BYTES = 1024
 """Of the labels that are looked at together."""
+
+MOST_SUMS = 128 * 128
+"""Sums of a part of K that a CTA writes to memory, at most. So memory of one size is enough for every config."""
+
+_WARPS = 8
+"""Warps of a CTA that write them, at most. Each has a word that counts parts."""
 
 _AHEAD = 32768
 """Bytes of B that a CTA prefetches while sizes are read."""
@@ -189,3 +197,32 @@ def one_product(spec: GemmSpec, config: GemmConfig, least_k: int) -> GemmSpec:
 
 def _tiles(spec: GemmSpec, config: GemmConfig) -> int:
     return ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n)
+
+
+def parts(config: GemmConfig, spec: GemmSpec) -> int:
+    """How many clusters have a tile of a sum, each with a part of K: as many as can run at the same time, if each CTA
+    has a block of K then. It is 1 for a config without parts."""
+    if not config.parts:
+        return 1
+    size, blocks = config.cluster_size, ceil_div(spec.k, config.block_k)
+    return max(1, min(int(PACKING[size] * spec.num_sms / size) // _tiles(spec, config), blocks // size))
+
+
+def memory_bytes(spec: GemmSpec) -> int:
+    """The memory that configs with parts need for ``spec``, at most; 0 if no such config has two parts or more."""
+    if spec.grouping != "summed" or spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
+        return 0
+    return 128 + spec.num_sms * (_WARPS * 8 + MOST_SUMS * 4)
+
+
+def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
+    """The inputs of the performance model with parts: those of a product whose tiles are those of all parts, each with
+    one part of K. ``counted`` returns them for a spec. The last cluster of a tile exchanges sums once more."""
+    count = parts(config, spec)
+    whole = counted(spec)
+    each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=ceil_div(spec.k, count)))
+    return each._replace(
+        traffic=max(0.0, whole.traffic + whole.first - each.first),
+        exchanges=each.exchanges + 1,
+        exchanged=each.exchanged + count * config.block_m * config.block_n / config.cluster_size,
+    )

@@ -12,7 +12,7 @@ from ..arch import SM90, ArchSpec
 from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, ceil_div
 from .gemm_features import PACKING, Counts
-from .groups import LEAST_SEGMENTS, table_bytes
+from .groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
 from .template import BARRIER_BYTES, BYTES, MAX_STAGES, ONE_ORDER, Template, stages_that_fit
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
@@ -21,6 +21,9 @@ shapes (H100)."""
 
 CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
 """Cluster shapes: CTAs of a cluster along m, n and k."""
+
+IN_PARTS = ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
+"""The same where K has parts of several clusters."""
 
 REGISTERS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -90,6 +93,7 @@ class HalfGemm(Template):
         block_n: int,
         cluster: tuple[int, int, int] = (1, 1, 1),
         ctas_per_sm: int = 1,
+        parts: bool = False,
         arch: ArchSpec = SM90,
     ) -> GemmConfig:
         """A config with as many stages as fit beside the staging buffers."""
@@ -104,8 +108,9 @@ class HalfGemm(Template):
             *cluster,
             ctas_per_sm=ctas_per_sm,
             swap_ab=self.swap_ab,
+            parts=parts,
         )
-        config = self._with_stages(config, self._bytes(config, True, "bf16"), arch)
+        config = self._with_stages(config, self._bytes(config, not parts, "bf16"), arch)
         if self.groups == "k":  # float32 output, and the smallest table
             total = self._bytes(config, True, "f32", along_k=True)
             config = self._with_stages(config, total + table_bytes("k", LEAST_SEGMENTS), arch)
@@ -116,7 +121,10 @@ class HalfGemm(Template):
         per SM. Swap-AB tiles have 64 to 256 rows of A and of B."""
         if self.swap_ab:
             return itertools.product(range(64, 257, 8), CONSUMERS, CLUSTERS)
-        return itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
+        tiles = itertools.product(CONSUMERS, range(16, 257, 16), CLUSTERS, (1, 2))
+        if self.groups != "sum":
+            return tiles
+        return itertools.chain(tiles, itertools.product(CONSUMERS, range(16, 257, 16), IN_PARTS, (1,), (True,)))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
@@ -135,8 +143,13 @@ class HalfGemm(Template):
             return f"{c.height} rows of sums with {c.num_consumers} consumer warpgroups are not one of {CONSUMERS}"
         if c.width % step or not step <= c.width <= 256:
             return f"the width must be a multiple of {step} from {step} to 256, not {c.width}"
-        if (c.cluster_m, c.cluster_n, c.cluster_k) not in CLUSTERS:
-            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {CLUSTERS}"
+        clusters = IN_PARTS if c.parts else CLUSTERS
+        if (c.cluster_m, c.cluster_n, c.cluster_k) not in clusters:
+            return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {clusters}"
+        if c.parts and (self.groups != "sum" or c.ctas_per_sm > 1):
+            return "only sums of products have parts of K, with one CTA on an SM"
+        if c.parts and c.block_m * c.block_n > MOST_SUMS * c.cluster_k:
+            return f"a CTA would have more than {MOST_SUMS} sums of a part of K"
         if c.block_n % (16 * c.cluster_k):
             step = 16 * c.cluster_k
             return f"block_n must be a multiple of {step} where K is split over {c.cluster_k} CTAs, not {c.block_n}"
@@ -155,7 +168,7 @@ class HalfGemm(Template):
             return f"{c.num_stages} stages are not three or more"
         if c.ctas_per_sm > 2 or (c.ctas_per_sm == 2 and c.num_consumers > 1):
             return f"{c.ctas_per_sm} CTAs with {c.num_consumers} consumers each leave too few registers a thread"
-        shared = self._bytes(c, True, "bf16")
+        shared = self._bytes(c, not c.parts, "bf16")
         if not arch.ctas_fit(shared, c.ctas_per_sm):
             return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
         return None
@@ -163,6 +176,8 @@ class HalfGemm(Template):
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
         split K has no block."""
+        if config.parts and parts(config, spec) < 2:
+            return False
         splits = config.cluster_k * config.consumers_k
         if (splits > 1 or not spec.k) and splits > ceil_div(spec.k, self.block_k):
             return False
@@ -176,7 +191,7 @@ class HalfGemm(Template):
         return not config.swap_ab or registers <= REGISTERS[config.num_consumers][1]
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
-        config = self._with_stages(params.gemm, self._bytes(params.gemm, True, params.output), arch)
+        config = self._with_stages(params.gemm, self._bytes(params.gemm, not params.gemm.parts, params.output), arch)
         if not self.groups:
             return config
         return self._with_stages(config, self.shared_bytes(replace(params, config=config)) + table, arch)

@@ -239,13 +239,16 @@ HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM). A few of those of one product, without split K."""
 
-HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
-    (64, 64, (1, 1, 4), 1),
-    (64, 128, (1, 1, 4), 1),
-    (128, 128, (1, 1, 1), 1),
-    (128, 128, (1, 1, 4), 1),
+HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
+    (64, 64, (1, 1, 4), 1, False),
+    (64, 128, (1, 1, 4), 1, False),
+    (128, 128, (1, 1, 1), 1, False),
+    (128, 128, (1, 1, 4), 1, False),
+    (64, 128, (1, 1, 4), 1, True),
+    (128, 128, (1, 1, 4), 1, True),
 )
-"""(block_m, block_n, cluster, CTAs per SM). D is small and K, that of all products together, is long."""
+"""(block_m, block_n, cluster, CTAs per SM, whether K has parts). D is small and K, that of all products together, is
+long."""
 
 HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of

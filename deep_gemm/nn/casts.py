@@ -10,6 +10,7 @@ from torch import Tensor
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.gathered import Gathered
+from deep_gemm.ops import linear
 from deep_gemm.ops import quantize as ops
 from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.ops.layouts import TMA_BYTES
@@ -22,7 +23,7 @@ output are scaled by 1 x 128 in both."""
 
 BLOCKS: dict[str, Blocks] = {"1x128": "column", "mixed": "tile"}
 """The blocks of x that share a scale in the weight gradient."""
-RECIPES = {"1x128": (1, 1, 128), "mixed": (1, 128, 128)}
+RECIPES = {name: linear.RECIPES[blocks] for name, blocks in BLOCKS.items()}
 
 
 def row_major(x: Tensor) -> Tensor:
@@ -32,12 +33,18 @@ def row_major(x: Tensor) -> Tensor:
 
 def as_rows(x: Tensor, width: int) -> Tensor:
     """The input x (..., width) of a layer as a matrix whose rows are contiguous."""
+    return row_major(compact(x).reshape(-1, width))
+
+
+def compact(x: Tensor) -> Tensor:
+    """x (..., width), or a matrix of its rows, which are contiguous: what the products of `deep_gemm.ops.linear` take.
+    They take any rank, since each view costs the host as much as a launch. Refuses tensors of transforms."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
         raise InvalidInputError(
             "x is inside torch.func.vmap or another transform of torch.func, which layers do not take. Call the layer "
             "on plain tensors: they may have any rank, and backward() computes gradients."
         )
-    return row_major(x.reshape(-1, width))
+    return x if x.is_contiguous() else row_major(x.reshape(-1, x.shape[-1]))
 
 
 def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
-from deep_gemm.nn.products import product
+from deep_gemm.nn.products import GroupedFP8Product, grouped_product
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import FP8Weights, Options
 from deep_gemm.quantize import rows
@@ -62,13 +62,16 @@ class FP8GroupedLinear(FP8Weights):
             raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
         x = casts.as_rows(x, self.in_features)
         if self.takes_gradient():
-            return self.with_gradients(x, x.dtype, None, routing.labels, routing.sizes)
+            groups = routing.labels, routing.sizes
+            how = x.dtype, self.main_grad(), self.weight_gradient
+            y: Tensor = GroupedFP8Product.apply(x, *self.recorded(), *groups, *how)
+            return y
         if torch.is_grad_enabled() and x.requires_grad:
             raise InvalidInputError(
                 "x requires grad, and the weights of this layer take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        return product(rows(x), self.plain(), x.dtype, labels=routing.labels)
+        return grouped_product(rows(x), self.plain(), x.dtype, routing.labels)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.weights import Divisible, FP8Weights, Options, find_main_grad
@@ -36,22 +35,25 @@ class Linear(Divisible):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """x (tokens, in) times the transpose of the weight, plus ``bias``: (tokens, out) in ``dtype``."""
+        """x (..., in), as `casts.compact` makes it, times the transpose of the weight, plus ``bias``: (..., out), or
+        (tokens, out), in ``dtype``."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
         autocast."""
-        out, width = self.out_features // self.shards[0], self.in_features // self.shards[1]
+        width = self.in_features // self.shards[1]
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
             raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
-        kind = x.device.type
+        kind = "cuda" if x.is_cuda else x.device.type  # a device object costs a microsecond
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # A bias of a layer whose input features are divided is added to the sum of all ranks.
-        bias = self.own(self.bias) if self.bias is not None and self.shards[1] == 1 else None
-        y = self.product(casts.as_rows(x, width), dtype, bias)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], out)
+        bias = self.bias
+        if bias is not None and self.is_divided:
+            bias = self.own(bias) if self.shards[1] == 1 else None
+        y = self.product(casts.compact(x), dtype, bias)
+        return y if y.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:
         """What `repr` shows."""
@@ -106,7 +108,11 @@ class FP8Linear(Linear, FP8Weights):
     def from_linear(cls, linear: nn.Module, **options: Any) -> FP8Linear:
         """A layer with the weight and bias of ``linear``: a `torch.nn.Linear`, or an `FP8Linear`, whose mode may be the
         other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects: an
-        optimizer that has them goes on."""
+        optimizer that has them goes on.
+
+        >>> deep_gemm.nn.FP8Linear.from_linear(torch.nn.Linear(256, 512), mode="inference").weight.dtype
+        torch.float8_e4m3fn
+        """
         if not isinstance(linear, (nn.Linear, FP8Linear)):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
         weight: Any = linear.weight
@@ -123,11 +129,14 @@ class FP8Linear(Linear, FP8Weights):
 
     def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """See `Linear.product`."""
-        if self.takes_gradient():
-            return self.with_gradients(x, dtype, bias)
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return products.FrozenFP8Product.apply(x, bias, *self.plain(), dtype)
-        return products.product(quantize.rows(x), self.plain(), dtype, bias)
+        if torch.is_grad_enabled():
+            if self.weight.requires_grad:
+                weight, *cast = self.recorded()
+                how = dtype, self.main_grad(), self.weight_gradient
+                return products.FP8Product.apply(x, weight, bias, *cast, *how)
+            if x.requires_grad or (bias is not None and bias.requires_grad):
+                return products.FrozenFP8Product.apply(x, bias, *self.plain(), dtype)
+        return products.linear(x, *self.operand(), bias, dtype)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""
@@ -173,7 +182,12 @@ class BF16Linear(Linear):
     @classmethod
     def from_linear(cls, linear: nn.Module, **options: Any) -> BF16Linear:
         """A layer with the parameters of ``linear``, which are the same objects. ``options`` are keywords of
-        `BF16Linear`."""
+        `BF16Linear`.
+
+        >>> linear = torch.nn.Linear(256, 512).bfloat16()
+        >>> deep_gemm.nn.BF16Linear.from_linear(linear).weight is linear.weight
+        True
+        """
         if not isinstance(linear, nn.Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
         layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})
@@ -190,4 +204,5 @@ class BF16Linear(Linear):
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
         main = self.own(find_main_grad(self.weight)) if fused else None
-        return products.HalfProduct.apply(x.to(dtype), self.own(self.weight).to(dtype), bias, main)
+        rows = x.to(dtype).reshape(-1, x.shape[-1])
+        return products.HalfProduct.apply(rows, self.own(self.weight).to(dtype), bias, main)

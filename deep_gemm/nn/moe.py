@@ -12,7 +12,7 @@ from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
 from deep_gemm.nn.grouped import FP8GroupedLinear
-from deep_gemm.nn.products import product, weight_gradient
+from deep_gemm.nn.products import grouped_gradient, grouped_product
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import Options
 from deep_gemm.tensors import kind_of
@@ -43,9 +43,9 @@ class Experts(torch.autograd.Function):
         routing = Routing(rows, tokens, labels, sizes)
         blocks = casts.BLOCKS[wgrad]
         x_rows, x_columns = casts.tokens(routing.spread(x), blocks)
-        hidden = product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels=labels)
+        hidden = grouped_product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels)
         h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
-        out = product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels=labels)
+        out = grouped_product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels)
         turned = gate_up if cast[2] is None else cast[2], cast[3], down if cast[6] is None else cast[6], cast[7]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
         ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
@@ -64,13 +64,13 @@ class Experts(torch.autograd.Function):
 
         rows, columns = casts.gradients(d_out)
         d_hidden = swiglu_backward(
-            hidden, product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels=labels)
+            hidden, grouped_product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels)
         )
-        d_down = weight_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
+        d_down = grouped_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
 
         rows, columns = casts.gradients(d_hidden)
-        dx = product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels=labels)
-        d_gate_up = weight_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
+        dx = grouped_product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels)
+        d_gate_up = grouped_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
         dx = routing.choices(dx).sum(1).to(dy.dtype)
         return dx, d_weights, d_gate_up, d_down, *(None,) * 15
 
@@ -148,8 +148,8 @@ class MoE(nn.Module):
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        hidden = product(
-            quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), torch.bfloat16, labels=routing.labels
+        hidden = grouped_product(
+            quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), torch.bfloat16, routing.labels
         )
-        out = product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, labels=routing.labels)
+        out = grouped_product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, routing.labels)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)

@@ -34,7 +34,14 @@ class Routing:
     @classmethod
     def from_choices(cls, chosen: Tensor, experts: int) -> Routing:
         """``chosen`` (tokens, top_k) int64 are the experts of each token. Nothing here waits for the GPU: the number of
-        rows is an upper bound that follows from shapes."""
+        rows is an upper bound that follows from shapes.
+
+        >>> chosen = torch.tensor([[0, 3], [1, 3], [3, 0]])  # two experts for each of three tokens
+        >>> deep_gemm.nn.Routing.from_choices(chosen, experts=4).rows
+        tensor([[  0, 256],
+                [128, 257],
+                [258,   1]])
+        """
         device, (tokens, top_k) = chosen.device, chosen.shape
         # A group begins with a new block of scales too, because rows are the K of weight gradients.
         alignment = math.lcm(get_mk_alignment_for_contiguous_layout(), SCALE_BLOCK)

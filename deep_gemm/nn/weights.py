@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, stored
 from deep_gemm.nn.casts import WeightGradient
-from deep_gemm.nn.products import FP8Product
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.quantize import Quantized
 from deep_gemm.tensors import shown
@@ -120,24 +119,26 @@ class FP8Weights(Divisible):
             return self.own(self.weight), self.own(self.weight_scale_inv)
         return self._kept()[0] if self._keeps() else stored.cast(self.own(self.weight))
 
-    def both(self) -> tuple[Quantized, Quantized]:
-        """The weight in FP8, and its transpose."""
-        return self._kept() if self._keeps() else casts.weights(self.own(self.weight).detach())
+    def operand(self) -> tuple[Tensor, Tensor | None]:
+        """The weight of a product without gradients: in FP8 with its scales, or as it is, and then the product casts
+        it."""
+        if self.is_divided or self.is_resharded or self._keeps():
+            return self.plain()
+        return self.weight, self.weight_scale_inv if self.mode == "inference" else None
 
-    def recorded(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it."""
+    def recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it. A
+        matrix whose casts are not kept has none: its product makes both."""
         weight = self.own(self.weight)
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
-        plain, turned = self.both()
+        if self._keeps():
+            plain, turned = self._kept()
+        elif weight.dim() == 2:
+            return weight, None, None, None, None
+        else:
+            plain, turned = casts.weights(weight.detach())
         return weight, *plain, *turned
-
-    def with_gradients(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None, *groups: Tensor) -> Tensor:
-        """The product of x and the weight, with gradients. ``groups`` are labels of rows and sizes of groups."""
-        weight, *casts = self.recorded()
-        how = dtype, self.main_grad(), self.weight_gradient
-        y: Tensor = FP8Product.apply(x, weight, bias, *casts, *(groups or (None, None)), *how)
-        return y
 
     def _keeps(self) -> bool:
         if self.recast != "when changed" or self.is_resharded:

@@ -88,7 +88,7 @@ def pair(name: str, operand: Any, instead: str = OPERAND) -> tuple[Tensor, Tenso
 def check_tensors(
     operation: str,
     named: Mapping[str, Any],
-    dims: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, tuple[int, ...] | None],
     others: tuple[int, ...] | None = None,
     written: Collection[str] = ("d",),
 ) -> torch.device:
@@ -178,6 +178,17 @@ def check_no_overlap(name: str, d: Tensor, inputs: Mapping[str, Tensor]) -> None
                 f"{other_start:#x} to {other_end:#x}. Results would be written over data still to be read; pass a "
                 f"{name} of its own."
             )
+
+
+def check_written(name: str, x: Tensor, others: Mapping[str, Tensor], has_columns: bool) -> None:
+    """Refuse an output whose rows overlap or that shares memory with others. Scales may have contiguous columns."""
+    dense = x.t() if has_columns and x.stride(1) != 1 else x
+    if dense is not x and dense.shape[1] > 1 and dense.stride(1) != 1:
+        raise InvalidInputError(
+            f"{name} must be contiguous along one dimension, but they have the strides {x.stride()}."
+        )
+    check_row_major(name, dense)
+    check_no_overlap(name, dense, others)
 
 
 def _share_bytes(d: Tensor, x: Tensor) -> bool:

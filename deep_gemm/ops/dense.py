@@ -21,7 +21,6 @@ from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
 from .finished import FUSED, Finished, with_bias
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
-from .quantize import check_written
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
 
 _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
@@ -69,7 +68,7 @@ class Dense(Gemm):
         accumulate = checks.check_places(named)
         if SCALES_OF_D in named:
             others = {name: x for name, x in named.items() if name != SCALES_OF_D}
-            check_written(SCALES_OF_D, named[SCALES_OF_D], others, has_columns=True)
+            checks.check_written(SCALES_OF_D, named[SCALES_OF_D], others, has_columns=True)
         alpha = given.get("alpha", 1.0)
         (m, k), n = named["a"].shape, named["b"].shape[0]
         if m == 0 or n == 0:

@@ -17,6 +17,7 @@ from .. import kernels, options
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels import epilogues
 from ..kernels.expressions import VECTORS
+from ..kernels.groups import memory_bytes
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales
@@ -280,6 +281,9 @@ class Gemm(Operation):
             aligned=aligned,
             compiled_dims=x.compiled_dims,
         )
+        if size := memory_bytes(asked):
+            found.scratch["memory"] = ((size,), torch.uint8)
+            found.operands["memory"] = "memory"
         return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
 
 

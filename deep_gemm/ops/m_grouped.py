@@ -25,7 +25,6 @@ from .checks import MAX_SIZE, shape_of
 from .finished import Finished
 from .gemm import EPILOGUE, SCALES_OF_D, TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
-from .quantize import check_written
 from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 
 MAJOR_K_MULTIPLE = 64
@@ -298,7 +297,7 @@ def _check_scales_of_d(sf: Tensor, others: Mapping[str, Tensor]) -> None:
                 f"but they are {shape_of(sf)} with strides {sf.stride()}. Pass a contiguous tensor."
             )
         sf = layouts.flat(known[0])
-    check_written(SCALES_OF_D, sf, others, has_columns=True)
+    checks.check_written(SCALES_OF_D, sf, others, has_columns=True)
 
 
 def _check_places(named: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_gemm.kernels.rows import FUNCTIONS
 from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
-from deep_gemm.ops.quantize import check_written, scales_shape
+from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
@@ -190,7 +190,7 @@ class RowFunction(Operation):
         others = {other: x for other, x in named.items() if other != name}
         if name == "out" and self.in_place and _is_same(tensor, named[self.in_place]):
             del others[self.in_place]
-        check_written(name, tensor, others, has_columns=name == _SCALES)
+        checks.check_written(name, tensor, others, has_columns=name == _SCALES)
 
     def work(self, x: RowsOperands, device: int) -> Work:
         """One launch."""

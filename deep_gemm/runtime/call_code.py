@@ -163,22 +163,24 @@ def fits(
 
 
 @functools.cache
-def runner(count: int, scratch: int, picks: tuple[tuple[int, ...], ...]) -> Callable[..., Callable[[Places], None]]:
-    """Makes the function of a call with several launches from functions that return its ``scratch`` tensors, and from
-    those that launch. ``picks`` says which of the ``count`` operands and of the scratch tensors each launch takes."""
-    at = [f"p{index}" for index in range(count + scratch)]
-    rooms, launches = (
-        [f"{letter}{index}" for index in range(size)] for letter, size in (("s", scratch), ("l", len(picks)))
-    )
+def runner(
+    count: int, has_scratch: bool, inside: tuple[tuple[int, int], ...], picks: tuple[tuple[int, ...], ...]
+) -> Callable[..., Callable[[Places], None]]:
+    """Makes the function of a call with several launches from one that returns its scratch memory, and from those that
+    launch. ``picks`` says which each launch takes of the ``count`` operands, of the scratch memory, and of what is
+    ``inside`` of these: the number of the whole, and the bytes from its beginning."""
+    wholes = count + has_scratch
+    at = [f"p{index}" for index in range(wholes + len(inside))]
+    launches = [f"l{index}" for index in range(len(picks))]
     source = "\n".join(
         [
-            "def make(scratch, launches):",
-            f"    [{', '.join(f'new_{room}' for room in rooms)}] = scratch",
+            "def make(new, launches):",
             f"    [{', '.join(launches)}] = launches",
             "    def run(at):",
             f"        {', '.join(at[:count])}, = at",
-            *(f"        {room} = new_{room}()" for room in rooms),  # freed once all launches are queued
-            *(f"        {place} = {room}.data_ptr()" for place, room in zip(at[count:], rooms, strict=True)),
+            *(["        scratch = new()", f"        {at[count]} = scratch.data_ptr()"] if has_scratch else []),
+            # It is freed once all launches are queued.
+            *(f"        {at[wholes + i]} = p{whole} + {offset}" for i, (whole, offset) in enumerate(inside)),
             *(
                 f"        {launch}(({', '.join(at[index] for index in chosen)},))"
                 for launch, chosen in zip(launches, picks, strict=True)

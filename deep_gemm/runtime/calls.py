@@ -23,7 +23,7 @@ from deep_gemm.runtime import engine, monitor, operators, weight_promises
 from deep_gemm.runtime.call_code import Places, entry_source, function, runner
 from deep_gemm.runtime.call_code import fits as _fits
 from deep_gemm.runtime.monitor import Call
-from deep_gemm.runtime.operation import Operands, Operation, Parameter, Step, Work
+from deep_gemm.runtime.operation import SCRATCH, Operands, Operation, Parameter, Step, Work
 from deep_gemm.settings import environment, settings
 from deep_gemm.spec import GemmSpec
 
@@ -32,6 +32,9 @@ __all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Wor
 MAX_REMEMBERED = 8192
 """The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
 reached, all are dropped: calls that repeat are soon remembered again."""
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+"""Types of tensors that are neither fake nor DTensors. A parameter that is one has another type."""
 
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
@@ -63,13 +66,13 @@ class Calls:
 
     def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
-        if self.operation.has_operator and operators.is_recorded(arguments):
+        special = self.operation.has_operator and not _PLAIN.issuperset(map(type, tensors or (None,)))
+        if special and operators.is_recorded(arguments):
             operators.record(self._variants, arguments)
             return
         monitor.begin()
         warm, replays = self.warm, self.replays  # read first: see `forget`
-        if key is not None and key not in warm and self._replay(replays, key, rest, tensors):
-            _remember(warm, key, None)
+        if key is not None and self._replay(warm, replays, key, rest, tensors):
             return
         x = self.operation.check(*arguments)
         if x is None:
@@ -83,17 +86,10 @@ class Calls:
         with torch.cuda.device(device):
             if checked:
                 self.operation.check_values(x)
-            try:
-                replay = self._prepare(x, device)
-            except UnsupportedError as error:
-                from deep_gemm.runtime import fallback
-
-                fallback.run(self.operation, x, error)
-                return
-            call = replay.record()
-            call()
-        if key is None or checked or not replay.is_for(key):
+            made = _made(self.operation, x, device)
+        if made is None or key is None or checked or not made[0].is_for(key):
             return
+        replay, call = made
         # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
         kind = (replay.constant, key[self._count :], rest)
@@ -102,8 +98,16 @@ class Calls:
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
-    def _replay(self, replays: dict[Any, Call], key: Any, rest: Any, tensors: tuple[Tensor, ...]) -> bool:
-        """Make the call of ``key`` as a replay of one that differs in addresses. False if there is none that fits."""
+    def _replay(
+        self,
+        warm: dict[Any, tuple[Any, Callable[[], object]] | None],
+        replays: dict[Any, Call],
+        key: Any,
+        rest: Any,
+        tensors: tuple[Tensor, ...],
+    ) -> bool:
+        """Make the call of ``key`` as a replay of one that differs in addresses, or if these came before by a record of
+        its own. False if there is none that fits."""
         promised = True
         for index in self._weights:
             if not weight_promises.is_constant(tensors[index]):
@@ -118,21 +122,47 @@ class Calls:
         for tensor in tensors:
             if tensor.get_device() != replay.device:
                 return False
-        replay(at)
+        if key in warm:
+            call = replay.record(at)
+            call()
+            _remember(warm, key, (rest, call))
+        else:
+            replay(at)
+            _remember(warm, key, None)
         return True
 
-    def _prepare(self, x: Operands, device: int) -> Call:
-        """The launches of a call on the current stream of ``device``."""
-        work = self.operation.work(x, device)
-        if settings.tune == "on":
-            from deep_gemm.runtime import measuring  # here, so that processes that do not tune do not import it
 
-            measuring.consider(self.operation, work, x.tensors, device)
-        promised = all(weight_promises.is_constant(x.tensors[name]) for name in self.operation.weights)
-        # The last step first: it is the operation itself, so an error names its sizes.
-        plans = [self.operation.plan(step, device) for step in reversed(work.steps)][::-1]
-        replay = Replay(work, plans, x.tensors, self.operation, _raw_stream(device), promised)
-        return monitor.watch(replay, self.operation, x, plans[-1].config, plans[-1].symbol)
+def _made(operation: Operation, x: Operands, device: int) -> tuple[Call, Callable[[], object]] | None:
+    """Make a call on the current stream of ``device``: its launches, and the record of them. None if no kernel can
+    compute it, or some part of it, and a fallback did."""
+    try:
+        replay = _prepare(operation, x, device)
+    except UnsupportedError as error:
+        if parts := operation.parts(x):
+            for part, operands in parts:
+                _made(part, operands, device)
+        else:
+            from deep_gemm.runtime import fallback
+
+            fallback.run(operation, x, error)
+        return None
+    call = replay.record()
+    call()
+    return replay, call
+
+
+def _prepare(operation: Operation, x: Operands, device: int) -> Call:
+    """The launches of a call on the current stream of ``device``."""
+    work = operation.work(x, device)
+    if settings.tune == "on":
+        from deep_gemm.runtime import measuring  # here, so that processes that do not tune do not import it
+
+        measuring.consider(operation, work, x.tensors, device)
+    promised = all(weight_promises.is_constant(x.tensors[name]) for name in operation.weights)
+    # The last step first: it is the operation itself, so an error names its sizes.
+    plans = [operation.plan(step, device) for step in reversed(work.steps)][::-1]
+    replay = Replay(work, plans, x.tensors, operation, _raw_stream(device), promised)
+    return monitor.watch(replay, operation, x, plans[-1].config, plans[-1].symbol)
 
 
 class Replay:
@@ -150,8 +180,9 @@ class Replay:
     ) -> None:
         self.constant, self.device = constant, plans[0].device
         self._work, self._plans, self._stream = work, plans, stream
-        self._weights = operation.weights
-        self._names = (*tensors, *work.scratch)
+        self._weights = {*operation.weights, "b", "sfb"}
+        self._place = next(iter(tensors.values())).device
+        self._names = (*tensors, *([SCRATCH] if work.scratch else ()))
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
         sizes = tuple(end - start for start, end in ranges)
@@ -171,36 +202,44 @@ class Replay:
         same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
         return same and key[: len(self._first)] == self._first
 
-    def record(self) -> Callable[[], None]:
-        """The call at the first addresses: a launch record of its own, if there is one kernel and no scratch memory."""
-        if len(self._plans) == 1 and not self._work.scratch:
-            return self._launch(0, dict(zip(self._names, self._first, strict=True)))
-        return functools.partial(self._run or self._patched(self._first), self._first)
+    def record(self, at: Places | None = None) -> Callable[[], None]:
+        """The call at addresses for which `fits` is true, by launch records of its own; at the first addresses by those
+        of replays, unless there is one kernel and no scratch memory."""
+        if len(self._plans) == 1 and not self._work.places:
+            return self._launch(0, dict(zip(self._names, at or self._first, strict=True)))
+        if at is not None:
+            return functools.partial(self._patched(at), at)
+        self._run = self._run or self._patched(self._first)
+        return functools.partial(self._run, self._first)
 
     def __call__(self, at: Places) -> None:
         """Make the call on operands at addresses for which `fits` is true. Raises DriverError."""
-        (self._run or self._patched(at))(at)
+        if self._run is None:
+            self._run = self._patched(at)
+        self._run(at)
 
     def _patched(self, at: Places) -> Callable[[Places], None]:
-        """The call by patched launches, which replays share; ``at`` are the first addresses of the records. If two
-        threads come here at once, the records of either will do."""
-        place = {"device": f"cuda:{self.device}"}
-        scratch = [functools.partial(torch.empty, x, dtype=dtype, **place) for x, dtype in self._work.scratch.values()]
-        addresses = (*at, *(room().data_ptr() for room in scratch))
-        places = dict(zip(self._names, addresses, strict=True))
+        """The call by patched launches; ``at`` are the first addresses of their records. Replays share one: if two
+        threads make it at once, either will do."""
+        work, names = self._work, self._names
+        new = torch.zeros if work.zeroed else torch.empty
+        scratch = functools.partial(new, work.scratch_bytes, dtype=torch.uint8, device=self._place)
+        addresses = (*at, scratch().data_ptr()) if work.scratch else at
+        places = dict(zip(names, addresses, strict=True))
+        places |= {name: places[whole] + offset for name, (whole, offset) in work.places.items()}
         launches = [self._launch(index, places).at for index in range(len(self._plans))]
-        picks = tuple(tuple(map(self._names.index, step.operands.values())) for step in self._work.steps)
-        if picks == (tuple(range(len(self._names))),):
-            self._run = launches[0]
-        else:
-            self._run = runner(len(at), len(scratch), picks)(scratch, launches)
-        return self._run
+        inside = tuple((names.index(whole), offset) for whole, offset in work.places.values())
+        every = (*names, *work.places)
+        picks = tuple(tuple(map(every.index, step.operands.values())) for step in work.steps)
+        if picks == (tuple(range(len(every))),):
+            return launches[0]
+        return runner(len(at), bool(work.scratch), inside, picks)(scratch, launches)
 
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
         plan, step = self._plans[index], self._work.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
-        # If a launch before copies the weights, the copy is not constant, even if the weights are.
-        copied = any(step.operands.get(name) in self._work.scratch for name in self._weights)
+        # If a launch before copies or casts the weights, what it makes is not constant, even if the weights are.
+        copied = any(step.operands.get(name, name) != name for name in self._weights)
         return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import log, warn_once
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.operation import Operation, Step, Work
+from deep_gemm.runtime.operation import SCRATCH, Operation, Step, Work
 from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
 from deep_gemm.select import tuner
 from deep_gemm.settings import settings
@@ -77,16 +77,20 @@ def tuning() -> Iterator[list[Tuned]]:
 
 
 def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], device: int) -> None:
-    """Measure configs for the last launch of a call on CUDA device ``device``, if nobody has planned or measured such a
-    launch. Nothing is measured while the current stream is captured. ``tensors`` are only read.
+    """Measure configs for the products of a call on CUDA device ``device``, if nobody has planned or measured such
+    ones. Nothing is measured while the current stream is captured. ``tensors`` are only read.
 
     Raises:
         UnsupportedError: there is no kernel for this spec or these options.
         DriverError: a kernel could not be loaded or launched.
     """
-    spec = work.steps[-1].spec
-    if not isinstance(spec, GemmSpec) or _is_capturing():
-        return
+    for index, step in enumerate(work.steps):
+        if isinstance(step.spec, GemmSpec) and not _is_capturing():
+            _consider(operation, replace(work, steps=work.steps[: index + 1]), step.spec, tensors, device)
+
+
+def _consider(operation: Operation, work: Work, spec: GemmSpec, tensors: Mapping[str, Tensor], device: int) -> None:
+    """`consider`, for the last launch of ``work``."""
     with _lock.lock:
         choices = [] if engine.is_planned(spec, device) else engine.worth_measuring(spec, device)
         if len(choices) < 2 or choices[0].measured_us:
@@ -122,15 +126,17 @@ def _times(
     if len(built) < 2 or built[0] != configs[0]:
         return {}
     places, place = _copies(tensors), next(iter(tensors.values())).device
-    places |= {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in work.scratch.items()}
+    places |= {SCRATCH: torch.zeros(work.scratch_bytes, dtype=torch.uint8, device=place)} if work.scratch else {}
+    addresses = {name: x.data_ptr() for name, x in places.items()}
+    addresses |= {name: addresses[whole] + offset for name, (whole, offset) in work.places.items()}
     stream = engine.raw_stream(device)
     for earlier in before:
-        engine.launch(operation.plan(earlier, device), earlier.strides, _addresses(earlier, places), stream)()
+        engine.launch(operation.plan(earlier, device), earlier.strides, _addresses(earlier, addresses), stream)()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=place)
 
     def timer(config: GemmConfig) -> Callable[[], float]:
         plan = engine.forced_plan(spec, config, device)
-        launch = engine.launch(plan, step.strides, _addresses(step, places), stream)
+        launch = engine.launch(plan, step.strides, _addresses(step, addresses), stream)
         return Single(launch, flush, tuple(places.values()))
 
     timers = {built[0]: timer(built[0])}
@@ -142,8 +148,8 @@ def _times(
     return times_of(timers, built[0], ROUNDS) if len(timers) > 1 else {}
 
 
-def _addresses(step: Step, places: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: places[given].data_ptr() for name, given in step.operands.items()}
+def _addresses(step: Step, addresses: Mapping[str, int]) -> dict[str, int]:
+    return {name: addresses[given] for name, given in step.operands.items()}
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class Call(Protocol):
 
     def is_for(self, key: Any) -> bool: ...
 
-    def record(self) -> Callable[[], None]: ...
+    def record(self, at: Places | None = None) -> Callable[[], None]: ...
 
     def __call__(self, at: Places) -> None: ...
 
@@ -298,8 +298,8 @@ class Watched:
     def is_for(self, key: Any) -> bool:
         return self._replay.is_for(key)
 
-    def record(self) -> Callable[[], None]:
-        record, call = self._replay.record(), self._call
+    def record(self, at: Places | None = None) -> Callable[[], None]:
+        record, call = self._replay.record(at), self._call
         return lambda: call(record)
 
     def __call__(self, at: Places) -> None:

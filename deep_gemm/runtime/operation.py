@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
@@ -17,7 +18,7 @@ from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.records import record
 from deep_gemm.runtime import engine
-from deep_gemm.spec import Spec
+from deep_gemm.spec import Spec, align
 
 
 class Operands(Protocol):
@@ -42,12 +43,40 @@ class Step:
     operands: Mapping[str, str]
 
 
+SCRATCH, SCRATCH_ALIGNMENT = "scratch", 256
+"""The name of the one allocation with all scratch memory of a call, and where its parts begin, in bytes."""
+
+
 @record(frozen=True)
 class Work:
-    """The launches of a call in order, and the shapes and dtypes of their scratch memory by name."""
+    """The launches of a call in order, and the shapes and dtypes of their scratch memory by name.
+
+    ``inside``: operands of steps that are parts of an operand or of scratch memory: its name, and the bytes from its
+    beginning. ``zeroed``: scratch memory is zeros first.
+    """
 
     steps: tuple[Step, ...]
     scratch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+    inside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    zeroed: bool = False
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[str, int]]:
+        """Where each operand of a step lies that is none of the call: in an operand, or in `SCRATCH`, and the bytes
+        from its beginning."""
+        found, end = dict[str, tuple[str, int]](), 0
+        for name, (shape, dtype) in self.scratch.items():
+            found[name] = SCRATCH, end
+            end += align(math.prod(shape) * dtype.itemsize, SCRATCH_ALIGNMENT)
+        for name, (whole, offset) in self.inside.items():
+            base, start = found.get(whole, (whole, 0))
+            found[name] = base, start + offset
+        return found
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The size of the scratch memory."""
+        return sum(align(math.prod(shape) * x.itemsize, SCRATCH_ALIGNMENT) for shape, x in self.scratch.values())
 
 
 @record(frozen=True)
@@ -171,6 +200,11 @@ class Operation(ABC):
     def plan(self, step: Step, device: int) -> engine.Plan:
         """The plan of a step of `work` on CUDA device ``device``."""
         return engine.plan(step.spec, device)
+
+    def parts(self, x: Any) -> Sequence[tuple[Operation, Any]]:
+        """Operations that compute the checked operands one after the other, with theirs, if it is several in one
+        call."""
+        return ()
 
     @abstractmethod
     def reference(self, x: Any) -> None:

@@ -192,6 +192,15 @@ def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
 
 
 def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable[..., None]:
+    parameters = variants[0].entry_arguments
+    if all(each.use in ("call", "added") and not each.type.startswith("tuple") for each in parameters):
+        defaults = tuple(each.default for each in parameters)
+
+        def as_they_are(*flat: Any) -> None:
+            entry(*flat, *defaults[len(flat) :])
+
+        return as_they_are
+
     def real(*flat: Any) -> None:
         given = iter(_arguments(variants[0], flat))
         entry(*(None if parameter.use == "diverts" else next(given) for parameter in variants[0].entry_arguments))

@@ -19,7 +19,7 @@ from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts, speed
 from .power import KNOWN_BYTES, sustained_us
-from .rules import worthwhile
+from .rules import partly_full, worthwhile
 
 
 @record(frozen=True)
@@ -128,7 +128,7 @@ def order(
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
-        return us, config.block_m * config.block_n
+        return us * partly_full(spec, config), config.block_m * config.block_n
 
     return [Choice(config, spec, calibration) for config in sorted(configs, key=key)]
 

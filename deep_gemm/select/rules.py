@@ -27,8 +27,16 @@ LONG_K = 4096
 LARGE_F32 = 1 << 22
 """Elements of a large float32 D. To add to one in place, tiles below 128x128 took 4 to 40% longer."""
 
-NARROW = 32
-"""Columns of FP8 tiles for groups of few rows; see `serving.FP8_GROUPED`."""
+NARROW, WIDE = 32, 128
+"""Columns of the narrow FP8 tiles for masked groups, and of the next wider ones; see `masked`."""
+
+STREAMED_K = 9000
+"""From this K on a launch of few rows is long enough for `partly_full` to matter."""
+
+PARTLY_FULL, PARTLY_FULL_POWER = (0.5, 0.9), 0.2
+"""See `partly_full`. Quality (best time over the choice's) of 92 products of up to 128 rows in graphs, with the rule and
+without: BF16 0.964 and 0.898 (H200), 0.966 and 0.917 (H100); FP8 0.987 and 0.939, 0.988 and 0.957. In single calls, of
+which the model knows more, BF16 lost 0.8 and 0.3%, and FP8 nothing. Powers of 0.1 and 0.3 are worse."""
 
 SHORT_K = 128
 """Up to this K a batch of 16-bit products has two tiles only, see `short_batch`."""
@@ -53,9 +61,9 @@ def worthwhile(family: GemmFamily, spec: GemmSpec, configs: Sequence[GemmConfig]
     highest = max(64, 2 * (groups.one_group(spec).m if along_m else spec.m))
     filled = [config for config in configs if config.block_m <= highest]
     if along_m:
-        return [c for c in filled if wide or c.block_n == NARROW or not groups.is_low(spec, c)]
+        return filled if wide or spec.grouping != "masked" else masked(spec, filled)
     if not wide:
-        return filled
+        return [config for config in filled if config.cluster_k == 1 or rounds(spec, config) <= 1]
     if spec.grouping == "batched" and spec.k <= SHORT_K:
         filled = short_batch(filled)
     swap_ab = has_swap_ab_tiles(spec)
@@ -84,16 +92,54 @@ def short_batch(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     return two or list(configs)
 
 
+def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Those of ``configs`` for masked groups of FP8: the lowest tiles that hold twice the expected rows, if there are
+    such, since groups differ, and a second tile of a group reads its weights again. 8 groups of 32 to 96 rows took 81 us
+    with 64 rows a tile, and 66 with 128 (H200; 96 and 87 on an H100). Narrow tiles only where others are too few for all
+    SMs: elsewhere they took 1 to 14% longer in 8 cases (H200), and as long (H100; in single calls up to 3% less)."""
+    from ..kernels import groups
+
+    low = [config for config in configs if groups.is_low(spec, config)]
+    if not low:
+        return list(configs)
+    height = min(config.block_m for config in low)
+    enough = spec.groups * ceil_div(spec.n, WIDE) >= spec.num_sms
+    return [c for c in low if c.block_m == height and not (enough and c.block_n == NARROW)]
+
+
+def ctas(spec: GemmSpec, config: GemmConfig) -> int:
+    """One for each tile, or for each part of its K."""
+    tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n) * config.cluster_k
+    return tiles * (spec.groups if spec.grouping == "batched" else 1)
+
+
+def rounds(spec: GemmSpec, config: GemmConfig) -> int:
+    """How many CTAs a place for one computes, one after the other. Of FP8 tiles whose K is split, two rounds took up to
+    1.33 times as long as other tiles, which the model does not know."""
+    return ceil_div(ctas(spec, config), spec.num_sms * config.ctas_per_sm)
+
+
+def partly_full(spec: GemmSpec, config: GemmConfig) -> float:
+    """What to multiply the time of one launch by, where launches of few rows follow one another, as in a decoder's
+    graph. If CTAs take more than half of the places, but not all, the next launch finds places for a part of its CTAs
+    only, and the others come late. In 18 pairs of tiles that differ in the places alone such a launch took 1.07 to 1.45
+    times as long (H200; K of 9000 and more), and alone 0.98 to 1.08. This is a mean of both, since a choice serves
+    both."""
+    if spec.m > 2 * MOST_TOKENS or spec.k < STREAMED_K or spec.grouping != "none":
+        return 1.0
+    places = spec.num_sms * config.ctas_per_sm
+    taken = ctas(spec, config)
+    least, most = PARTLY_FULL
+    return (places / taken) ** PARTLY_FULL_POWER if least < taken / places < most else 1.0
+
+
 def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether a 16-bit config with a small tile, or split K, would take so many rounds that others are better. CTAs
     that compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles
     then wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of
     A, no such config was the best (H100)."""
-    tiles = -(-spec.m // config.block_m) * -(-spec.n // config.block_n) * config.cluster_k
-    tiles *= spec.groups if spec.grouping == "batched" else 1
-    rounds = -(-tiles // (spec.num_sms * config.ctas_per_sm))
     long = spec.k >= LONG_K and spec.grouping == "none"
-    return spec.m > MOST_TOKENS and rounds > (1 if config.cluster_k > 1 or long else 3)
+    return spec.m > MOST_TOKENS and rounds(spec, config) > (1 if config.cluster_k > 1 or long else 3)
 
 
 def has_swap_ab_tiles(spec: GemmSpec) -> bool:

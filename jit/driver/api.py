@@ -1,8 +1,12 @@
-"""One place that calls the driver and turns a CUresult into an exception with a name, a text and a hint."""
+"""One place that calls the driver and turns a CUresult into an exception with a name, a text and a hint.
+
+Through ctypes: this package calls some fifteen functions, whose bindings in cuda-python take 50 ms and more to import,
+within the first call of a process. Numbers of enumerations are written out where they are used.
+"""
 
 from __future__ import annotations
 
-import functools
+import ctypes
 import os
 from typing import Any
 
@@ -11,7 +15,7 @@ from deep_gemm.jit.driver import version as _version
 from deep_gemm.jit.driver.version import driver_release, driver_version
 from deep_gemm.jit.forking import ForkLock
 
-__all__ = ["call", "check", "cuda", "driver_release", "driver_version", "initialise"]
+__all__ = ["call", "check", "driver_release", "driver_version", "function", "initialise"]
 
 _CRASHED = (
     "A kernel that ran before has crashed, and the driver reports it late. Run with CUDA_LAUNCH_BLOCKING=1, "
@@ -49,58 +53,43 @@ _HINTS = {
 }
 
 
-@functools.lru_cache(maxsize=1)
-def cuda() -> Any:
-    """The module cuda.bindings.driver. Raises DriverError, saying what is missing, without a driver or package."""
+def function(name: str) -> Any:
+    """The function `name` of libcuda; it returns a CUresult as an int. Its arguments are objects of ctypes, bytes, None
+    for a null pointer, and an int only where C has an int. Raises DriverError, saying what is missing."""
     if driver_version() is None:
         raise DriverError(
             "This needs an NVIDIA GPU, and no NVIDIA driver was found (libcuda.so.1 cannot be loaded). In a container, "
             "start it with GPU access (--gpus all).",
             name="CUDA_ERROR_NO_DEVICE",
         )
-    try:
-        from cuda.bindings import driver
-    except ImportError as error:
-        raise DriverError(
-            f"The package cuda-python cannot be imported ({error}). Run `pip install 'cuda-python>=12.9,<14'`."
-        ) from error
-    return driver
+    found = getattr(_version.driver_library(), name, None)
+    if found is None:
+        raise DriverError(f"The installed NVIDIA driver has no {name}: it is too old. Update it.")
+    return found
 
 
-def call(function: str, *arguments: Any, about: str = "") -> Any:
-    """Call a driver function by name. Returns what it returns after the status: nothing, one value or a tuple.
-
-    Raises DriverError; `about` names the object in its message.
-    """
-    try:
-        status, *values = getattr(cuda(), function)(*arguments)
-    except RuntimeError as error:
-        if isinstance(error, DriverError):
-            raise
-        # cuda.bindings says so for a function that this driver is too old to have.
-        raise DriverError(f"{function} is not available: {error}") from error
-    check(int(status), function, about)
-    return None if not values else values[0] if len(values) == 1 else tuple(values)
+def call(name: str, *arguments: Any, about: str = "") -> None:
+    """Call a function of the driver by name, with arguments as `function` takes them; results come through pointers
+    (`ctypes.byref`). Raises DriverError; `about` names the object in its message."""
+    check(function(name)(*arguments), name, about)
 
 
 def check(status: int, function: str, about: str = "") -> None:
     """Raise DriverError unless `status` is CUDA_SUCCESS."""
     if status == 0:
         return
-    name, text = _describe(status)
+    name, text = _described("cuGetErrorName", status), _described("cuGetErrorString", status)
     hint = _HINTS.get(name, "")
     subject = f" for {about}" if about else ""
-    raise DriverError(f"{function}{subject} failed with {name} ({text}). {hint}".rstrip(), status=status, name=name)
+    told = f"{name or f'CUresult {status}'} ({text or 'unknown to the installed driver'})"
+    raise DriverError(f"{function}{subject} failed with {told}. {hint}".rstrip(), status=status, name=name)
 
 
-def _describe(status: int) -> tuple[str, str]:
-    driver = cuda()
-    try:
-        result = driver.CUresult(status)
-    except ValueError:
-        return f"CUresult {status}", "unknown to the installed cuda-python"
-    answer, text = driver.cuGetErrorString(result)
-    return result.name, text.decode() if int(answer) == 0 and text else "no description"
+def _described(by: str, status: int) -> str:
+    """What the function `by` of the driver says of a status, or nothing for one that it does not know."""
+    text = ctypes.c_char_p()
+    function(by)(status, ctypes.byref(text))
+    return (text.value or b"").decode()
 
 
 _initialised_in: int | None = None
@@ -122,12 +111,3 @@ def initialise() -> None:
     with _lock.lock:
         call("cuInit", 0)
         _initialised_in = os.getpid()
-
-
-def library_function(name: str) -> Any:
-    """A function of libcuda itself, through ctypes. Raises DriverError."""
-    library = _version.driver_library()
-    function = getattr(library, name, None) if library is not None else None
-    if function is None:
-        raise DriverError(f"The installed NVIDIA driver has no {name}: it is too old, or there is none.")
-    return function

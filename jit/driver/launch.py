@@ -7,7 +7,7 @@ import functools
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
@@ -106,10 +106,9 @@ class Launch:
         self._at = list(addresses.values())
         self._block, self._pointers = _pack(placed(parameters, addresses))
         self._config = _config(shape, stream)
-        # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
-        pointers = ctypes.addressof(self._pointers)
-        self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, pointers, 0)
-        """Launches without error handling; returns a tuple whose first item is the CUresult."""
+        launch, config = api.function("cuLaunchKernelEx"), ctypes.c_void_p(ctypes.addressof(self._config))
+        self.call = functools.partial(launch, config, function.handle, self._pointers, None)
+        """Launches without error handling; returns the CUresult. Its arguments are such that ctypes converts none."""
         # Not a ForkLock: there are thousands of records, and an interrupt in its Python code would leave it locked.
         self._lock = threading.Lock()
         self._places: list[_Places] | None = None
@@ -117,9 +116,9 @@ class Launch:
 
     def __call__(self) -> None:
         """Launch. Raises DriverError."""
-        status = self.call()[0]
+        status = self.call()
         if status:
-            self._recover(int(status))
+            self._recover(status)
 
     def at(self, addresses: Sequence[int]) -> None:
         """Launch with the operands at `addresses`, in the order of `operands`. Raises DriverError, and
@@ -132,14 +131,14 @@ class Launch:
             for index, address in enumerate(addresses):
                 if at[index] != address:
                     self._patch(index, address)
-            status = self.call()[0]
+            status = self.call()
             if status:
-                self._recover(int(status))
+                self._recover(status)
 
     def _recover(self, status: int) -> None:
         if status in CONTEXT_ERRORS:
             with primary_context(self.function.device):
-                status = int(self.call()[0])
+                status = self.call()
         api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
 
     def _patch(self, index: int, address: int) -> None:
@@ -154,7 +153,7 @@ class Launch:
         self._at[index] = 0  # unknown if the driver fails half way
         for pointer in pointers:
             pointer.value = address
-        replace = api.library_function("cuTensorMapReplaceAddress")
+        replace = api.function("cuTensorMapReplaceAddress")
         for place, offset in maps:
             there = ctypes.c_void_p(address + offset)
             status = replace(place, there)
@@ -162,7 +161,7 @@ class Launch:
                 with primary_context(self.function.device):
                     status = replace(place, there)
             if status:
-                api.check(int(status), "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
+                api.check(status, "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
         self._at[index] = address
 
     def _find_places(self) -> list[_Places]:
@@ -242,30 +241,45 @@ def _format(argument: tuple[str, int | float | tuple[int, ...]]) -> struct.Struc
     return _FORMATS[kind]
 
 
+class _Value(ctypes.Union):
+    """Of a launch attribute: CUlaunchAttributeValue, of which all is zero that is not set."""
+
+    _fields_ = (("words", ctypes.c_uint32 * 3), ("room", ctypes.c_uint64 * 8))
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("value", _Value))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig. Keeps the attributes that it points to."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("dynamic_shared", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint32),
+    )
+
+
+# Values of the driver's enumeration CUlaunchAttributeID.
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+
+
 @functools.lru_cache(maxsize=4096)
-def _config(shape: LaunchShape, stream: int) -> Any:
-    # Records of one shape and stream share it: they differ only in their pointers, nobody changes it, and building it
-    # takes most of the time of a new record.
-    driver = api.cuda()
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
-    config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
-    config.sharedMemBytes = shape.dynamic_shared
-    config.hStream = driver.CUstream(stream)
-    attributes = []
+def _config(shape: LaunchShape, stream: int) -> Config:
+    # Records of one shape and stream share it: they differ only in their pointers, and nobody changes it.
+    found: list[tuple[int, tuple[int, ...]]] = []
     if shape.cluster != (1, 1, 1):
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        value = attribute.value.clusterDim
-        value.x, value.y, value.z = shape.cluster
-        attributes.append(attribute)
+        found.append((_CLUSTER_DIMENSION, shape.cluster))
     if shape.pdl:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if attributes:
-        # cuda.bindings copies them into an array that the config owns. (An empty list makes 12.9.0 free it twice.)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-    return config
+        found.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
+    attributes = (_Attribute * len(found))()
+    for attribute, (kind, words) in zip(attributes, found, strict=True):
+        attribute.id = kind
+        attribute.value.words[: len(words)] = words
+    return Config(shape.grid, (shape.block, 1, 1), shape.dynamic_shared, stream, attributes, len(found))

@@ -80,12 +80,11 @@ def _encode(spec: TensorMapSpec, address: int) -> bytes:
         raise InvalidInputError(f"Tensor map: the address must be a multiple of 16 bytes, but it is {address:#x}.")
     api.initialise()
     rank = len(spec.dims)
-    # Through ctypes: cuda.bindings keeps its CUtensorMap at an address that is not a multiple of 64, which the driver
-    # requires (NVIDIA/cuda-python pull request 1692).
     buffer = ctypes.create_string_buffer(SIZE + ALIGNMENT)
     target = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     u32s, u64s, strides = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank, ctypes.c_uint64 * max(rank - 1, 1)
-    status = api.library_function("cuTensorMapEncodeTiled")(
+    api.call(
+        "cuTensorMapEncodeTiled",
         ctypes.c_void_p(target),
         ctypes.c_int(_DTYPES[spec.dtype][0]),
         ctypes.c_uint32(rank),
@@ -98,6 +97,6 @@ def _encode(spec: TensorMapSpec, address: int) -> bytes:
         ctypes.c_int(_SWIZZLES[spec.swizzle]),
         ctypes.c_int(_L2_PROMOTIONS[spec.l2_promotion]),
         ctypes.c_int(_ZERO_FILL),
+        about=f"{spec} at {address:#x}",
     )
-    api.check(int(status), "cuTensorMapEncodeTiled", f"{spec} at {address:#x}")
     return ctypes.string_at(target, SIZE)

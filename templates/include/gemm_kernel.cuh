@@ -52,7 +52,7 @@ struct GemmKernel {
   enum : bool { kSplits = kClusterK * Layout::kConsumersK > 1, kGrouped = has_table(Layout::kGrouping) };
   enum : bool { kByDepth = Layout::kGrouping == kAlongK, kByRows = kGrouped && !kByDepth };
   // Whether each product has a matrix D, and whether tensor maps of A and B have a third dimension, the product.
-  enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = Layout::kGrouping == ::kSummed };
+  enum : bool { kBatched = Layout::kGrouping == ::kBatched, kSummed = is_summed(Layout::kGrouping) };
   enum : bool { kHeads = Layout::kGrouping == ::kHeads };
   enum : bool { kManyD = kByDepth || kBatched, kManyAB = kBatched || kSummed };
   static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
@@ -188,7 +188,13 @@ struct GemmKernel {
     }
   }
   DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE Order order(u32 turn = 0) const { return Order(ceil_div(k(), kBlockK), rank_k(), turn); }
+  DG_DEVICE Order order(u32 turn = 0) const {
+    if constexpr (kSummed) {
+      return Order(arg.raster->share, arg.raster->more, blockIdx.y * kClusterK + rank_k());
+    } else {
+      return Order(ceil_div(k(), kBlockK), rank_k(), turn);
+    }
+  }
   DG_DEVICE typename A::Source a(const Scheduler& tile) const {
     if constexpr (Layout::kMapsOfGroups) {
       return {arg.maps + tile.group * 2, arg.maps + tile.group * 2, m(), arg.last_rows};

@@ -7,12 +7,15 @@
 // group's rows. kMasked: how many of a group's rows exist. kAlongK: how much of K is each group's; D has a matrix for each group.
 //
 // Other products have operands of equal size, one matrix for each. kBatched: so has D. kSummed: D is the sum of all products.
+// kSummedInParts: several clusters have parts of the K of a tile, see parts_in_order.cuh.
 //
 // kHeads: one product, whose columns belong to heads of D, which have columns more in the middle (see HeadColumns).
-enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK, kBatched, kSummed, kHeads };
+enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK, kBatched, kSummed, kHeads, kSummedInParts };
 
 // Whether sizes of groups are on the device, and a CTA has a table of them.
 DG_DEVICE constexpr bool has_table(u32 grouping) { return grouping >= kIndex && grouping <= kAlongK; }
+// Whether D is the sum of products, whose K is one after the other.
+DG_DEVICE constexpr bool is_summed(u32 grouping) { return grouping == kSummed || grouping == kSummedInParts; }
 
 DG_DEVICE u32 load_word(u32 address) {
   u32 value;

@@ -2,6 +2,16 @@
 #pragma once
 #include "types.cuh"
 
+// The blocks of K of the `rank`-th CTA of those that have a tile: `share`, and one more for each of the first `more`.
+struct EvenOrder {
+  u32 begin, length;
+
+  DG_DEVICE EvenOrder(u32 share, u32 more, u32 rank) : begin(rank * share + min_of(rank, more)), length(share + (rank < more)) {}
+
+  DG_DEVICE u32 step_block(u32 count) const { return begin + count; }
+  DG_DEVICE u32 mine() const { return length; }
+};
+
 // The blocks of K of one CTA of a cluster along K. Consumers that split K take them in turn, and all take the same number: blocks
 // past the end are loaded as zeros.
 template <u32 kClusterK, u32 kConsumersK>

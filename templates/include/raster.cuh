@@ -51,6 +51,14 @@ struct HeadColumns {
 // The order of tiles of several products of equal size: those of one product after the other, each product's in the same order.
 struct BatchRaster {
   u32 count;     // tiles in all
-  Divisor part;  // the tiles of a product; or for kSummed, whose products have the same tiles, its blocks of K
+  Divisor part;  // the tiles of a product
+  Raster tiles;
+};
+
+// Of products that are summed, which have the same tiles. All blocks of K of a tile are dealt out: `share` each, and the first `more` get
+// one more.
+struct SumRaster {
+  u32 share, more;
+  Divisor part;  // the blocks of K of a product
   Raster tiles;
 };

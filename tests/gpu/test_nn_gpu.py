@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from nn_cases import (
     layer,
     matrix,
     of_casts,
+    of_separate_calls,
     results,
 )
 from torch._dynamo.utils import counters
@@ -52,6 +54,22 @@ def test_results_and_gradients_are_near_those_in_float64(name: str, shape: tuple
 def test_results_are_the_products_of_the_casts(name: str, rows: int) -> None:
     made, x, dy = layer(name, DEVICE), matrix(rows, IN, device=DEVICE), matrix(rows, OUT, device=DEVICE)
     check(results(made, x, dy), of_casts(made, x, dy), OF_CASTS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", [(1, IN), (37, IN), (2, 500, IN)], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+def test_one_call_has_the_bits_of_separate_calls(name: str, shape: tuple[int, ...], bias: bool) -> None:
+    made, x = layer(name, DEVICE, bias=bias), matrix(*shape, device=DEVICE)
+    dy = matrix(*shape[:-1], OUT, device=DEVICE)
+    wanted = of_separate_calls(made, x, dy)
+    for _ in range(3):  # the first call, a replay, and a record
+        found = results(made, x, dy)
+        assert all(torch.equal(found[key].reshape(wanted[key].shape), wanted[key]) for key in wanted)
+    stored = nn.FP8Linear.from_linear(made, mode="inference")
+    for run in (made, stored):
+        with torch.no_grad():
+            assert all(torch.equal(run(x), found["y"]) for _ in range(3))
 
 
 @pytest.mark.parametrize("weight", [torch.float32, BF16, torch.float16])
@@ -111,7 +129,8 @@ def test_a_compiled_layer_gives_the_same_bits_and_copies_nothing(name: str) -> N
     assert len(codes) == 2
     checked = codes[:1] if name == "bias" else codes  # the gradient of a bias is a sum
     assert not any("async_compile.triton(" in code or "copy_(" in code for code in checked), codes
-    assert ("fp8_gemm_epilogue" in codes[0]) == (name == "bias")
+    for code, called in zip(codes, ("fp8_linear", "fp8_linear_backward"), strict=True):
+        assert re.findall(r"torch\.ops\.deep_gemm_jit\.(\w+)\.default\(", code) == [called]
 
 
 def backward(run: Any, x: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,12 @@ import deep_gemm
 from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.kernels import groups
 from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
 from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.table import BMM_BF16, SUM_BF16
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec
+from deep_gemm.spec import GemmSpec, align, ceil_div
 
 PLAIN, BHR, BHD, SUM = FORMS
 BF16 = torch.bfloat16
@@ -178,6 +179,28 @@ def test_a_sum_is_one_launch(gpu: FakeGpu) -> None:
     assert launched.strides["a"] == (64 * 128, 128, 1)
 
 
+def test_each_call_of_a_sum_has_its_own_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sums of parts of K, if a config can have parts."""
+    made: list[torch.Tensor] = []
+    room = torch.empty
+
+    def recorded(*size: Any, **options: Any) -> torch.Tensor:
+        made.append(room(*size, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    for m, has_memory in ((64, True), (4096, False)):
+        a, b, d = integers(B, m, 128), integers(B, 512, 128), torch.zeros(m, 512)
+        for _ in range(3):  # cold, warm, and by a record
+            gpu.launched.clear()
+            made.clear()
+            deep_gemm.einsum(SUM, a, b, d, d)
+            (launched,) = gpu.launched
+            given = launched.at.get("memory")
+            assert (given is not None) == has_memory
+            assert not has_memory or given == made[-1].data_ptr()
+
+
 @pytest.mark.parametrize(("columns", "aligned"), [(D, True), (D + 4, False), (D - 4, False)])
 def test_tma_writes_whole_rows_of_16_bytes(gpu: FakeGpu, columns: int, aligned: bool) -> None:
     """Neither rows nor matrices may begin elsewhere."""
@@ -223,7 +246,88 @@ def test_a_sum_has_blocks_of_each_product() -> None:
     found = launch_of(spec, case(HALF_SUMMED, 128, 128, (1, 1, 4), accumulate="reduces"), strides)
     assert found["map_a"].spec.dims == (128, 128, 129)
     assert found["map_d"].spec.dims == (384, 128)
-    assert found["raster"][1][:2] == (3, 2)
+    assert found["raster"][1][:3] == (*divmod(129 * 2, 4), 2)
+
+
+PARTS = [  # products, M, N, K of each; block_m, block_n, CTAs along k; parts
+    ((129, 128, 384, 128), (128, 128, 4), 10),
+    ((129, 256, 256, 256), (128, 128, 4), 7),
+    ((129, 384, 128, 384), (128, 128, 4), 10),
+    ((4096, 256, 256, 256), (128, 128, 4), 7),
+    ((129, 256, 256, 256), (128, 128, 8), 3),
+    ((129, 256, 256, 256), (128, 128, 2), 16),
+    ((4096, 256, 256, 256), (128, 128, 1), 33),
+    ((129, 200, 136, 64), (64, 128, 4), 3),
+    ((5, 128, 128, 64), (128, 128, 2), 2),  # blocks of K for no more
+]
+
+
+def sum_spec(b: int, m: int, n: int, k: int, **options: Any) -> GemmSpec:
+    return replace(ops.spec(m, n, b * k, 132, SUM_BF16, groups=b, output="f32", accumulate="in place"), **options)
+
+
+@pytest.mark.parametrize(("sizes", "tile", "count"), PARTS)
+def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[int, int, int], count: int) -> None:
+    """Each part has a cluster for each tile, and all of K is dealt out."""
+    spec, (block_m, block_n, cluster) = sum_spec(*sizes), tile
+    params = HALF_SUMMED.params(spec, HALF_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True), SM90)
+    strides = {"a": (1 << 20, 1024, 1), "b": (1 << 20, 1024, 1), "d": (512, 1), "c": (512, 1)}
+    plan = kernels.get(params.kernel).launch(params, spec, strides)
+    found = dict(zip(argument_names(params), plan.parameters, strict=True))
+    tiles = ceil_div(spec.m, block_m) * ceil_div(spec.n, block_n)
+    assert (plan.shape.grid, plan.shape.cluster) == ((tiles * cluster, count, 1), (cluster, 1, 1))
+    share, more = found["raster"][1][:2]
+    assert (share * count * cluster + more, share > 0) == (spec.k // 64, True)
+    assert tiles * count * cluster <= spec.num_sms
+    assert (params.store, params.accumulate) == ("direct", "reads"), "the last cluster stores them itself"
+    assert HALF_SUMMED.fits(spec, params.gemm)
+
+
+def test_parts_that_do_not_fit() -> None:
+    config = HALF_SUMMED.config(128, 128, (1, 1, 4), 1, True)
+    assert HALF_SUMMED.fits(sum_spec(129, 256, 256, 256), config)
+    for spec in (
+        sum_spec(129, 256, 256, 256, batch_invariant=True),  # one order of K
+        sum_spec(7, 256, 256, 64),  # blocks of K for one part
+        sum_spec(129, 1024, 256, 256),  # 16 tiles
+        sum_spec(129, 256, 256, 256, num_sms=31),
+    ):
+        assert not HALF_SUMMED.fits(spec, config), spec
+    for made, why in (
+        (HALF_SUMMED.config(128, 128, (1, 2, 1), 1, True), "sharing a tile by 1 x 2 x 1 CTAs is not one of"),
+        (
+            HALF_SUMMED.config(64, 64, (1, 1, 4), 2, True),
+            "only sums of products have parts of K, with one CTA on an SM",
+        ),
+        (
+            HALF_BATCHED.config(64, 64, (1, 1, 1), 1, True),
+            "only sums of products have parts of K, with one CTA on an SM",
+        ),
+        (HALF_SUMMED.config(256, 128, (1, 1, 1), 1, True), "a CTA would have more than 16384 sums of a part of K"),
+    ):
+        assert why in str(made and kernels.gemm_family(made.family).illegal(made, SM90))
+
+
+@pytest.mark.parametrize("num_sms", [16, 78, 132])
+def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
+    """Of each config that fits. A word counts the parts of each warp's sums."""
+    seen = 0
+    for b, m, n in (
+        (1, 8, 8),
+        (129, 128, 384),
+        (129, 256, 256),
+        (4096, 1024, 512),
+        (4096, 8, 4096),
+        (4096, 2048, 4096),
+    ):
+        spec = sum_spec(b, m, n, 256, num_sms=num_sms)
+        for config in HALF_SUMMED.fitting(spec, [each for each in HALF_SUMMED.legal(SM90) if each.parts]):
+            tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
+            counts = align(tiles * config.cluster_k * config.num_consumers * 4 * 8, 128)
+            sums = groups.parts(config, spec) * tiles * config.block_m * config.block_n * 4
+            assert counts + sums <= groups.memory_bytes(spec)
+            seen += 1
+    assert seen > 50
 
 
 def test_too_many_tiles_are_refused() -> None:

@@ -24,7 +24,7 @@ ELSEWHERE = {
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Functions and classes by their names, but for errors. Names of one function are one."""
+    """Functions, classes and their class methods by name, but for errors. Names of one function are one."""
     seen = set()
     for name in deep_gemm.__all__:
         value = getattr(deep_gemm, name)
@@ -39,9 +39,13 @@ def public() -> Iterator[tuple[str, Any]]:
             if callable(x) and not error and id(x) not in seen and getattr(x, "__module__", "").startswith("deep_gemm"):
                 seen.add(id(x))
                 yield each, x
+                makers = [name for name, made in vars(x).items() if isinstance(made, classmethod) and name[0] != "_"]
+                yield from ((f"{each}.{name}", getattr(x, name)) for name in makers)
 
 
-FUNCTIONS = {name: value for name, value in public() if name not in (*ELSEWHERE, "quantize.Quantized")}
+FUNCTIONS = {
+    name: value for name, value in public() if name.partition(".")[0] not in ELSEWHERE and name != "quantize.Quantized"
+}
 
 
 @pytest.fixture(autouse=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
-import sys
 
 import pytest
 from cuda.bindings import driver as bindings
-from driver_fakes import OK, FakeDriver
+from driver_fakes import HANDLE, SIGNATURES, WRITTEN, FakeDriver
 
 from deep_gemm.errors import DriverError, InvalidInputError, NotWarmError
-from deep_gemm.jit.driver import api, version
+from deep_gemm.jit.driver import api, launch, module, version
 from deep_gemm.jit.driver.module import bind_primary_context, load_function
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 
@@ -19,33 +19,36 @@ from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "driver_version", lambda: None)
     monkeypatch.setattr(api, "_initialised_in", None)  # on a machine with a GPU another test may have used it
-    api.cuda.cache_clear()
 
 
-# The calls that this layer makes, with their number of arguments.
-CALLS = {
-    "cuInit": 1,
-    "cuDeviceGet": 1,
-    "cuDevicePrimaryCtxRetain": 1,
-    "cuCtxGetCurrent": 0,
-    "cuCtxSetCurrent": 1,
-    "cuModuleLoadData": 1,
-    "cuThreadExchangeStreamCaptureMode": 1,
-    "cuModuleGetFunction": 2,
-    "cuFuncGetAttribute": 2,
-    "cuFuncSetAttribute": 3,
-    "cuDeviceGetAttribute": 2,
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": 3,
-    "cuLaunchKernelEx": 4,
-    "cuGetErrorString": 1,
-}
+def test_functions_are_declared_as_in_the_bindings() -> None:
+    """The bindings take what a function reads, and return what it writes."""
+    for name, types in SIGNATURES.items():
+        signature = (inspect.getdoc(getattr(bindings, name)) or "").splitlines()[0]
+        arguments = signature.partition("(")[2].rpartition(")")[0]
+        count = len([part for part in arguments.split(",") if part.strip()])
+        written = [one for one in types if one in WRITTEN]
+        if name == "cuThreadExchangeStreamCaptureMode":  # reads what it points to
+            written.clear()
+        if name == "cuTensorMapEncodeTiled":
+            written.append(types[0])
+        assert len(types) - len(written) == count, signature
 
 
-@pytest.mark.parametrize(("name", "count"), CALLS.items(), ids=CALLS)
-def test_the_installed_bindings_have_the_calls_that_are_made(name: str, count: int) -> None:
-    signature = (inspect.getdoc(getattr(bindings, name)) or "").splitlines()[0]
-    arguments = signature.partition("(")[2].rpartition(")")[0]
-    assert len([part for part in arguments.split(",") if part.strip()]) == count, signature
+def test_values_of_enumerations_are_those_of_the_bindings() -> None:
+    of_function, of_device = bindings.CUfunction_attribute, bindings.CUdevice_attribute
+    ids, modes = bindings.CUlaunchAttributeID, bindings.CUstreamCaptureMode
+    for value, expected in {
+        module.SHARED_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
+        module.LOCAL_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
+        module.NUM_REGS: of_function.CU_FUNC_ATTRIBUTE_NUM_REGS,
+        module.MAX_DYNAMIC_SHARED_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+        module.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: of_device.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+        module.CAPTURE_MODE_RELAXED: modes.CU_STREAM_CAPTURE_MODE_RELAXED,
+    }.items():
+        assert value == int(expected), expected
+    assert int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) == launch._CLUSTER_DIMENSION
+    assert int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) == launch._PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,12 +59,11 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         TensorMapSpec("u8", (128,), (), (128,)).encode(16)
 
 
-def test_without_cuda_python_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "driver_version", lambda: 13000)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    api.cuda.cache_clear()
-    with pytest.raises(DriverError, match="pip install 'cuda-python"):
-        api.cuda()
+def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "driver_version", lambda: 11000)
+    monkeypatch.setattr(version, "driver_library", lambda: ctypes.CDLL(None))
+    with pytest.raises(DriverError, match=r"driver has no cuTensorMapEncodeTiled: it is too old"):
+        api.function("cuTensorMapEncodeTiled")
 
 
 def test_no_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,10 +86,10 @@ def test_no_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_failed_call_has_name_text_and_hint(driver: FakeDriver, name: str, hint: str) -> None:
-    driver.fail("cuModuleUnload", name)
+    driver.fail("cuCtxSetCurrent", name)
     with pytest.raises(DriverError) as caught:
-        api.call("cuModuleUnload", 1, about="k")
-    assert str(caught.value).startswith(f"cuModuleUnload for k failed with {name} (the driver's text). ")
+        api.call("cuCtxSetCurrent", 1, about="k")
+    assert str(caught.value).startswith(f"cuCtxSetCurrent for k failed with {name} (the driver's text). ")
     assert hint in str(caught.value)
     assert (caught.value.name, caught.value.status) == (name, int(getattr(bindings.CUresult, name)))
 
@@ -98,13 +100,8 @@ def test_every_hint_is_for_an_error_that_exists() -> None:
 
 
 def test_an_unknown_status_is_reported(driver: FakeDriver) -> None:
-    with pytest.raises(DriverError, match="failed with CUresult 54321"):
+    with pytest.raises(DriverError, match=r"failed with CUresult 54321 \(unknown to the installed driver\)"):
         api.check(54321, "cuX")
-
-
-def test_call_returns_nothing_a_value_or_a_tuple(driver: FakeDriver) -> None:
-    driver.answers.update(cuOne=lambda: (OK, 1), cuTwo=lambda: (OK, 1, 2))
-    assert (api.call("cuInit", 0), api.call("cuOne"), api.call("cuTwo")) == (None, 1, (1, 2))
 
 
 def test_a_forked_child_is_told_to_use_spawn(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,17 +116,17 @@ def test_a_forked_child_is_told_to_use_spawn(driver: FakeDriver, monkeypatch: py
 def test_loading_a_function(driver: FakeDriver) -> None:
     loaded = load_function(b"cubin", "kernel_name", 3, 200_000)
     enum = bindings.CUfunction_attribute
-    assert (loaded.symbol, loaded.device, int(loaded.handle), int(loaded.module)) == ("kernel_name", 3, 88, 77)
+    assert (loaded.symbol, loaded.device, loaded.handle.value, loaded.module.value) == ("kernel_name", 3, HANDLE, 77)
     assert loaded.registers == 100 + int(enum.CU_FUNC_ATTRIBUTE_NUM_REGS)
     assert loaded.local_bytes == 100 + int(enum.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
     assert loaded.shared_static == 100 + int(enum.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)
     arguments = dict(driver.calls)
     assert arguments["cuModuleLoadData"] == (b"cubin",)
-    assert arguments["cuModuleGetFunction"][1] == b"kernel_name"
-    assert arguments["cuFuncSetAttribute"][1:] == (enum.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 200_000)
+    assert arguments["cuModuleGetFunction"] == (77, b"kernel_name")
+    assert arguments["cuFuncSetAttribute"] == (HANDLE, enum.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, 200_000)
     assert driver.current == 1003
     assert loaded.max_active_blocks(384, 200_000) == 2
-    assert driver.calls[-1][1][1:] == (384, 200_000)
+    assert driver.calls[-1][1] == (HANDLE, 384, 200_000)
 
 
 def test_loading_gives_the_thread_its_context_back(driver: FakeDriver) -> None:

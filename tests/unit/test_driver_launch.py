@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 from chosen import make_params
 from cuda.bindings import driver as bindings
-from driver_fakes import OK, FakeDriver
+from driver_fakes import HANDLE, OK, FakeDriver
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from launches import AT, CONFIGS, Geometry, geometries, plan_of, suited
@@ -27,9 +27,9 @@ from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.driver.tensor_map import SIZE, TensorMapSpec
 
 
-def attributes_of(config: Any) -> list[tuple[int, bytes]]:
+def attributes_of(launch: Launch) -> list[tuple[int, bytes]]:
     """(id, value) of each launch attribute, read from the memory that the driver would read."""
-    address, count = struct.unpack("=QI", ctypes.string_at(config.getPtr() + 40, 12))
+    address, count = struct.unpack("=QI", bytes(launch._config)[40:52])
     size = 72
     return [
         (
@@ -42,10 +42,10 @@ def attributes_of(config: Any) -> list[tuple[int, bytes]]:
 
 def test_the_config_as_the_driver_reads_it(driver: FakeDriver, function: Function) -> None:
     launch = Launch(function, LaunchShape((132, 2, 3), 384, 200_000, (2, 1, 1), pdl=True), 0x1234, [])
-    raw = ctypes.string_at(launch._config.getPtr(), 40)
+    raw = bytes(launch._config)[:40]
     assert struct.unpack("=IIIIIIIIQ", raw) == (132, 2, 3, 384, 1, 1, 200_000, 0, 0x1234)
     ids = bindings.CUlaunchAttributeID
-    (first, cluster), (second, allowed) = attributes_of(launch._config)
+    (first, cluster), (second, allowed) = attributes_of(launch)
     assert first == int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
     assert struct.unpack("=III", cluster[:12]) == (2, 1, 1)
     assert second == int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
@@ -59,7 +59,7 @@ def test_attributes_are_there_only_if_needed(
     driver: FakeDriver, function: Function, cluster: tuple[int, int, int], pdl: bool, ids: list[int]
 ) -> None:
     launch = Launch(function, LaunchShape((4, 4, 4), 128, 0, cluster, pdl), 0, [])
-    assert [kind for kind, _ in attributes_of(launch._config)] == ids
+    assert [kind for kind, _ in attributes_of(launch)] == ids
 
 
 def test_arguments_as_the_driver_reads_them(driver: FakeDriver, function: Function) -> None:
@@ -77,9 +77,7 @@ def test_arguments_as_the_driver_reads_them(driver: FakeDriver, function: Functi
     launch = Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, arguments)
     launch()
     name, (config, handle, parameters, extra) = driver.calls[-1]
-    assert (name, config, handle, extra) == ("cuLaunchKernelEx", launch._config, function.handle, 0)
-    # cuda.bindings takes an int as the address of the void*[].
-    assert type(parameters) is int
+    assert (name, config, handle, extra) == ("cuLaunchKernelEx", ctypes.addressof(launch._config), HANDLE, 0)
     addresses = struct.unpack("=7Q", ctypes.string_at(parameters, 56))
     formats = ["i", "128s", "I", "Q", "128s", "f", "q"]
     values = [
@@ -208,10 +206,10 @@ class Maps:
 @pytest.fixture
 def maps(driver: FakeDriver) -> Iterator[Maps]:
     fake = Maps()
-    functions: dict[str, Callable[..., int]] = {"cuTensorMapReplaceAddress": fake.replace}
+    functions: dict[str, Callable[..., int]] = {"cuTensorMapReplaceAddress": lambda *at: fake.replace(*at)}
     with (
         mock.patch.object(TensorMapSpec, "encode", lambda spec, address: fake.encode(spec, address)),
-        mock.patch.object(api, "library_function", functions.__getitem__),
+        mock.patch.object(api, "function", lambda name: functions.get(name) or driver.function(name)),
     ):
         yield fake
 
@@ -330,7 +328,7 @@ def test_a_thread_without_a_context_moves_maps_in_its_own(maps: Maps, driver: Fa
     def picky(place: ctypes.c_void_p, address: ctypes.c_void_p) -> int:
         return replace(place, address) if driver.current == 1000 else 201
 
-    with mock.patch.object(api, "library_function", {"cuTensorMapReplaceAddress": picky}.__getitem__):
+    with mock.patch.object(maps, "replace", picky):
         launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)
         launch.at(list((FIRST | {"b": 0x800}).values()))
     assert values(PARAMETERS, driver.calls[-1][1][2]) == wanted(PARAMETERS, FIRST | {"b": 0x800})

@@ -64,7 +64,10 @@ class FakeEncoder:
 @pytest.fixture
 def encoder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeEncoder:
     fake = FakeEncoder()
-    monkeypatch.setattr(api, "library_function", lambda name: fake.function)
+    of_driver = driver.function
+    monkeypatch.setattr(
+        api, "function", lambda name: fake.function if name == "cuTensorMapEncodeTiled" else of_driver(name)
+    )
     return fake
 
 

@@ -65,7 +65,19 @@ def test_masked_choices_go_by_the_rows_that_are_expected() -> None:
             assert select.rank(asked, SM90) == select.rank(least, SM90)
 
 
-def test_groups_of_few_rows_have_narrow_tiles_small_boxes_and_early_weights() -> None:
+@pytest.mark.parametrize(
+    ("groups", "expected", "tile"),
+    [(32, 4, (64, 128)), (32, 32, (64, 128)), (8, 33, 128), (8, 64, 128), (2, 20, (64, 32)), (1, 8, (64, 32))],
+)
+def test_tiles_of_masked_groups_hold_twice_the_expected_rows(groups: int, expected: int, tile: object) -> None:
+    """And they are narrow where wider ones would leave SMs without work."""
+    asked = build.spec_of(GemmShape(4096, 4096, 7168, op=FP8[2], groups=groups, expected_m=expected), SM90)
+    for known in cards.default():
+        config = select.rank(asked, SM90, known.calibration)[0].config
+        assert tile in (config.tile, config.block_m)
+
+
+def test_groups_of_few_rows_have_low_tiles_small_boxes_and_early_weights() -> None:
     found = {}
     for op, rows, expected in ((FP8[2], 4096, 20), (FP8[2], 4096, 1000), (BF16[2], 4096, 20), (FP8[0], 640, 1)):
         asked = build.spec_of(GemmShape(rows, 4096, 7168, op=op, groups=6, expected_m=expected), SM90)
@@ -74,7 +86,7 @@ def test_groups_of_few_rows_have_narrow_tiles_small_boxes_and_early_weights() ->
         strides = {"a": (7168, 1), "b": (7168, 1), "d": (4096, 1), "sfa": (1, rows), "sfb": (1792, 56, 1)}
         _, values = kernel.values(kernel.params(asked, config, SM90), asked, strides, pdl=False, constant=False)
         found[op, expected] = (config.tile[1], values["map_a"].spec.box[1], values["raster"][2], values["evict_first"])
-    assert found[FP8[2], 20] == (32, 32, 8, 1)
+    assert found[FP8[2], 20] == (128, 32, 2, 1)
     assert found[BF16[2], 20][1:3] == (32, 4)
     assert [found[key][1:] for key in ((FP8[2], 1000), (FP8[0], 1))] == [(64, 0, 0)] * 2
 

@@ -70,7 +70,7 @@ def inherited(driver: FakeDriver) -> FakeDriver:
     for name in ("cuInit", "cuLaunchKernelEx"):
         driver.answers[name] = lambda *_: (OK,)
     driver.answers = {
-        name: answer if name == "cuGetErrorString" else only_here(answer) for name, answer in driver.answers.items()
+        name: answer if name.startswith("cuGetError") else only_here(answer) for name, answer in driver.answers.items()
     }
     return driver
 

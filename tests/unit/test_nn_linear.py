@@ -26,6 +26,7 @@ from nn_cases import (
     layer,
     matrix,
     of_casts,
+    of_separate_calls,
     relative,
     results,
 )
@@ -60,6 +61,18 @@ def test_results_are_the_products_of_the_casts(name: str, rows: int) -> None:
     """Much nearer than FP8 is to float64: each operand has the blocks that its recipe says."""
     made, x, dy = layer(name), matrix(rows, IN), matrix(rows, OUT)
     check(results(made, x, dy), of_casts(made, x, dy), OF_CASTS)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+def test_one_call_has_the_bits_of_separate_calls(name: str, shape: tuple[int, ...], bias: bool) -> None:
+    made, x, dy = layer(name, bias=bias), matrix(*shape), matrix(*shape[:-1], OUT)
+    found, wanted = results(made, x, dy), of_separate_calls(made, x, dy)
+    assert all(torch.equal(found[key].reshape(wanted[key].shape), wanted[key]) for key in wanted)
+    with torch.no_grad():
+        assert torch.equal(made(x), found["y"])
+        assert torch.equal(FP8Linear.from_linear(made, mode="inference")(x), found["y"])
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e4])
@@ -174,6 +187,30 @@ def test_a_kept_cast_is_renewed_when_the_weight_changes(monkeypatch: pytest.Monk
     assert copy.deepcopy(made)._cast is None
 
 
+class Gathered(torch.nn.Parameter):
+    """A weight as FSDP2 sets it: with a shard, in memory that is written without counting versions."""
+
+    def to_local(self) -> Tensor:
+        return self
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_cast_is_kept_of_a_weight_that_is_gathered(frozen: bool) -> None:
+    made, x = layer("kept casts"), matrix(48, IN)
+    made.bias.data.zero_()
+    made.weight = Gathered(made.weight.data)
+    made.weight.requires_grad_(not frozen)
+
+    def forward() -> Tensor:
+        with torch.set_grad_enabled(frozen):
+            return made(x.detach().requires_grad_(frozen)).detach()
+
+    first = forward()
+    with torch.autograd._unsafe_preserve_version_counter(made.weight), torch.no_grad():
+        made.weight.mul_(2)
+    assert torch.equal(forward(), 2 * first)
+
+
 def test_each_forward_casts_the_weight_anew_unless_told_otherwise() -> None:
     made, x = layer("1x128"), matrix(48, IN)
     made(x)
@@ -285,14 +322,18 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert lines[0] == "M=4096 N=7168 K=2048: forward and backward, at least 1.25 is wanted"
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
+    assert list(linear.steps((32, 64, 48), "cpu", False, [linear.BASE, "FP8Linear"])) == [linear.BASE, "FP8Linear"]
+    times = dict.fromkeys((linear.BASE, f"{linear.BASE}, compiled"), (100.0, 10.0))
+    times |= {"FP8Linear": (80.0, 10.0), "FP8Linear, compiled": (50.0, 20.0)}
+    assert linear.table((1, 2, 3), times).splitlines()[-1].split()[2:] == ["50.0", "2.00", "20.0", "1.60"]
 
 
-@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 58, 43), ("kept casts", 41, 43), ("bias", 59, 43)])
+@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 20, 11), ("bias", 17, 10)])
 def test_a_step_enters_few_functions(
     gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls on fresh tensors are replays; some steps also make records for addresses that come again. It was 84 and 51,
-    and the bias another kernel."""
+    and the bias another kernel; and 56 and 41 with a call for each cast and each product."""
     monkeypatch.delitem(sys.modules, DTENSOR, raising=False)  # where it is loaded, calls look for DTensors
     made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
     x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
@@ -303,6 +344,44 @@ def test_a_step_enters_few_functions(
         assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
     assert min(count for count, _ in counts) <= forward
     assert min(count for _, count in counts) <= backward
+
+
+@pytest.mark.parametrize("shape", [(1, IN), (2, 1, IN)], ids=str)
+def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are fresh tensors of any rank: a replay, or the record of one. It was 33."""
+    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)
+    stored, x = FP8Linear.from_linear(torch.nn.Linear(IN, OUT, dtype=BF16), mode="inference"), matrix(*shape)
+    with torch.inference_mode():
+        counts = [len(ours(lambda: stored(x))) for _ in range(12)]
+    assert min(counts) <= 15, "of a replay; the record of an address that comes again takes 8"
+
+
+@pytest.mark.parametrize(("name", "step", "serving"), [("1x128", 6, 2), ("kept casts", 6, 2), ("fused", 5, 2)])
+def test_a_step_allocates_few_tensors(
+    gpu: FakeGpu, name: str, step: int, serving: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The result and what is kept for the backward pass, both gradients, and scratch memory of each pass. It was 15,
+    and 5 without gradients."""
+    made, empty, allocated = layer(name, bias=False, dtype=BF16), torch.empty, list[int]()
+    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
+
+    def counted(*sizes: Any, **how: Any) -> Tensor:
+        allocated.append(1)
+        return empty(*sizes, **how)
+
+    def least(call: Callable[[], object]) -> int:
+        """First calls, and those that make a record, allocate more."""
+        counts = []
+        for _ in range(12):
+            allocated.clear()
+            call()
+            counts.append(len(allocated))
+        return min(counts)
+
+    monkeypatch.setattr(torch, "empty", counted)
+    assert least(lambda: made(x).backward(dy)) == step
+    with torch.no_grad():
+        assert least(lambda: made(x)) == serving
 
 
 @pytest.mark.parametrize("made", [*MADE.values(), lambda: deep_gemm.nn.MoE(IN, 64, 4, 2)], ids=[*MADE, "mixture"])

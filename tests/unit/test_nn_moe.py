@@ -47,7 +47,9 @@ def test_results_and_gradients_are_near_those_in_float64(tokens: int, chosen: li
     check(experts_results(layer, x, dy), experts_exact(layer, x, dy), EXPERT_BOUNDS)
 
 
-@pytest.mark.parametrize(("module", "part"), [(moe, "swiglu_backward"), (moe, "weight_gradient"), (moe, "product")])
+@pytest.mark.parametrize(
+    ("module", "part"), [(moe, "swiglu_backward"), (moe, "grouped_gradient"), (moe, "grouped_product")]
+)
 def test_a_wrong_part_is_seen(module: Any, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right, layer, x, dy = getattr(module, part), mixture(), matrix(37, IN), matrix(37, IN)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch._dynamo.utils import counters
 
 import deep_gemm
 from deep_gemm import InvalidInputError, fused, quantize
+from deep_gemm.ops import linear
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Calls
@@ -143,18 +146,55 @@ def test_a_compiled_layer_is_one_graph_for_all_m(layer: Callable[[Tensor], Any],
     assert not counters["graph_break"]
 
 
+EXPORTED = [(dense, "bf16_gemm"), (token_cast, "fp8_gemm"), (fp8, "quantize_plain")]
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("layer", "name"), [(dense, "bf16_gemm"), (token_cast, "fp8_gemm")])
-def test_an_exported_program_calls_the_operator(layer: Callable[[Tensor], Tensor], name: str, strict: bool) -> None:
+@pytest.mark.parametrize(("layer", "name"), EXPORTED)
+def test_an_exported_program_calls_the_operator(layer: Callable[[Tensor], Any], name: str, strict: bool) -> None:
     class Layer(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> Any:
             return layer(x)
 
     rows = torch.export.Dim("rows", min=2, max=4096)
     program = torch.export.export(Layer(), (matrix(64, K),), dynamic_shapes=({0: rows},), strict=strict)
     assert f"deep_gemm_jit.{name}" in str(program.graph)
+    x = matrix(201, K)
+    torch.testing.assert_close(program.module()(x), layer(x), rtol=0, atol=0)
+
+
+PACKAGE = """
+import sys, torch, deep_gemm
+if sys.argv[3] == "registered":
+    deep_gemm.register_operators()
+x, wanted = torch.load(sys.argv[2])
+try:
+    found = torch._inductor.aoti_load_package(sys.argv[1])(x)
+    print(torch.equal(found, wanted))
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.limit(400)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_a_compiled_package_runs_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AOTInductor, for other M than it was exported with. The process must have registered the operators."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # setuptools, which finds the compiler, adds to it
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.relu(fp8(x)) + 1
+
     x = matrix(200, K)
-    assert torch.equal(program.module()(x), layer(x))
+    torch.save((x, Layer()(x)), tmp_path / "results")
+    rows = torch.export.Dim("rows", min=2, max=4096)
+    program = torch.export.export(Layer(), (matrix(64, K),), dynamic_shapes=({0: rows},))
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    for how, said in (("registered", "True"), ("", "Could not find schema for deep_gemm_jit::")):
+        command = [sys.executable, "-c", PACKAGE, package, str(tmp_path / "results"), how]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.stdout.startswith(said), done.stdout + done.stderr
 
 
 def test_a_backend_may_call_while_it_compiles() -> None:
@@ -227,6 +267,14 @@ def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
     return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
 
 
+def linear_layer() -> None:
+    """The calls of a layer's passes, which have no public function."""
+    x, dy, y, dx, dw = (matrix(*shape) for shape in ((48, K), (48, N), (48, N), (48, K), (N, K)))
+    saved = linear.new_saved(x, N, "column")
+    linear.forward(x, W, y, None, torch.ones(N), saved, "column")
+    linear.backward(dy, saved, None, None, dx, dw, False, "column")
+
+
 @functools.cache
 def arguments() -> dict[str, tuple[Any, ...]]:
     """Arguments of each operator, from the calls of public functions."""
@@ -245,6 +293,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         patch.setattr(Calls, "first", seen)
         for call in CALLS.values():
             call.call(call.tensors())
+        linear_layer()
         for kind in ("bf16", "fp16", "fp8"):
             found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
         for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):

@@ -13,12 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import arch, kernels, ops
+from deep_gemm.aot.workload import GemmShape
+from deep_gemm.bench.backends import spec_of
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.gemm_features import L2_SHARING
 from deep_gemm.kernels.tiles import last_rows, left
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime.engine import kernel_params
-from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
+from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, rules, select
 from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate, features
 from deep_gemm.spec import GemmSpec, ceil_div
@@ -84,10 +86,22 @@ def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
         powers = [heuristic.SUSTAINED_PART * choice.sustained_us for choice in ranked]
         assert all(math.isfinite(power) and power > 0 for power in powers)
         times = [max(0.0, us - ranked[0].calibration.speed.launch_us) for us in times]
-        times = [math.hypot(us**3, power**3) for us, power in zip(times, powers, strict=True)]  # adds sixth powers
-        assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(times))
-    else:
-        assert times == sorted(times)
+        times = [math.hypot(us**3, power**3) ** (1 / 3) for us, power in zip(times, powers, strict=True)]  # sixth powers
+    times = [us * rules.partly_full(ranked[0].spec, config) for us, config in zip(times, configs, strict=True)]
+    assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt"])
+@pytest.mark.parametrize("n", [4608, 5120])
+def test_launches_of_few_rows_leave_places_for_the_next_one(op: str, n: int) -> None:
+    """With long K more than half of the places, but not all, were taken before: by CTAs that are alone on an SM."""
+    for m in (1, 5, 13):
+        asked = spec_of(GemmShape(m, n, 16384, op=op), 132)
+        config = rank(asked, SM90)[0].config
+        taken = rules.ctas(asked, config) / (132 * config.ctas_per_sm)
+        assert not 0.5 < taken < 0.9, config
+        short = rank(spec_of(GemmShape(m, n, 8192, op=op), 132), SM90)[0]
+        assert rules.partly_full(short.spec, short.config) == 1
 
 
 @pytest.mark.parametrize("shape", [(4096, 7168, 16384), (8192, 4096, 7168), (2048, 4096, 512)])

@@ -39,9 +39,10 @@ def test_both_precisions_learn_and_generate_alike(example: Any) -> None:
     deep_gemm.nn.convert(models["FP8"].bfloat16(), mode="inference")
     assert models["FP8"].model.layers[0].mlp.up_proj.weight.dtype == torch.float8_e4m3fn
     ids = example.patterns(1, 16, torch.Generator().manual_seed(2), "cpu")
-    tokens, prefill, rate = example.serve(models["FP8"].eval(), ids, 2, "cpu")
-    assert tokens.shape == (1, 2)
-    assert prefill > 0 < rate
+    found = example.serve(models["FP8"].eval(), ids, 2, "cpu")
+    assert found.tokens.shape == (1, 2)
+    assert found.logits.shape == (1, 16, example.TOKENS)
+    assert found.prefill > 0 < found.rate
 
 
 def test_transformers_own_layers_call_this_library(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,9 @@ def test_transformers_own_layers_call_this_library(example: Any, monkeypatch: py
     named = example.ways(net, None)
     ids = example.patterns(2, 16, torch.Generator().manual_seed(2), CPU)
     served = {(way, 2): example.serve(named[way][1](), ids, 3, CPU) for way in ("BF16", "nn", "compat")}
-    assert torch.equal(served["compat", 2][0], served["nn", 2][0])
+    assert torch.equal(served["compat", 2].tokens, served["nn", 2].tokens)
+    assert 0 < example.apart(served["BF16", 2], served["nn", 2]) < example.APART["BF16"]
+    assert example.apart(served["compat", 2], served["nn", 2]) < example.APART["compat"]
     assert [line.split(" of ")[1].split(";")[0] for line in example.verdict(served)] == ["BF16", "compat"]
     assert len(example.table({way: title for way, (title, _) in named.items()}, served).splitlines()) == 4
 
