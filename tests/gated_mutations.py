@@ -28,7 +28,7 @@ KERNELS: dict[str, KernelParams] = {
     "half": case(HALF_GATED, 64, 128, epilogue="swiglu"),
     "half pair": case(HALF_GATED, 128, 256, (2, 1, 1), epilogue="alpha+rows+bias:f32+swiglu", output="f32"),
     "half cast": case(HALF_GATED, 128, 256, epilogue="bias:f32+swiglu+fp8", output="e4m3"),
-    "half labels": case(HALF_GATED, 256, 128, epilogue="bias:f32+swiglu", grouping="contiguous"),
+    "half labels": case(HALF_GATED, 128, 128, epilogue="bias:f32+swiglu", grouping="contiguous"),
     "half counts": case(HALF_GATED, 128, 256, epilogue="rows+swiglu+fp8", output="e4m3", grouping="masked"),
     "half plain": case(HALF_GEMM, 128, 256, epilogue="bias:f32+silu+fp8", output="e4m3"),
     "half tall": case(HALF_GEMM, 256, 128, (1, 2, 1), epilogue="fp8", output="e4m3"),

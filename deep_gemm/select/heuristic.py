@@ -19,7 +19,7 @@ from ..spec import GemmSpec, ceil_div
 from .calibration import Calibration, default
 from .model import Estimate, estimate, features, parts, speed
 from .power import KNOWN_BYTES, sustained_us
-from .rules import partly_full, worthwhile
+from .rules import partly_full, streams, worthwhile
 
 
 @record(frozen=True)
@@ -118,7 +118,7 @@ def order(
     config and the model's time of a single call, in us, and returns the time to use."""
     if not configs:
         return []
-    known, sustained = speed(spec, calibration), sustains(spec)
+    known, sustained, streamed = speed(spec, calibration), sustains(spec), streams(spec)
     features_of = {name: kernels.gemm_family(name).features for name in {config.family for config in configs}}
 
     def key(config: GemmConfig) -> tuple[float, int]:
@@ -128,7 +128,9 @@ def order(
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)
-        return us * partly_full(spec, config), config.block_m * config.block_n
+        if streamed:
+            us *= partly_full(spec, config)
+        return us, config.block_m * config.block_n
 
     return [Choice(config, spec, calibration) for config in sorted(configs, key=key)]
 

@@ -34,9 +34,9 @@ STREAMED_K = 9000
 """From this K on a launch of few rows is long enough for `partly_full` to matter."""
 
 PARTLY_FULL, PARTLY_FULL_POWER = (0.5, 0.9), 0.2
-"""See `partly_full`. Quality (best time over the choice's) of 92 products of up to 128 rows in graphs, with the rule and
-without: BF16 0.964 and 0.898 (H200), 0.966 and 0.917 (H100); FP8 0.987 and 0.939, 0.988 and 0.957. In single calls, of
-which the model knows more, BF16 lost 0.8 and 0.3%, and FP8 nothing. Powers of 0.1 and 0.3 are worse."""
+"""See `partly_full`. Quality (best time over the choice's) of 92 products of up to 128 rows in graphs, with the rule
+and without: BF16 0.964 and 0.898 (H200), 0.966 and 0.917 (H100); FP8 0.987 and 0.939, 0.988 and 0.957. In single calls,
+of which the model knows more, BF16 lost 0.8 and 0.3%, and FP8 nothing. Powers of 0.1 and 0.3 are worse."""
 
 SHORT_K = 128
 """Up to this K a batch of 16-bit products has two tiles only, see `short_batch`."""
@@ -94,9 +94,10 @@ def short_batch(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
 
 def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Those of ``configs`` for masked groups of FP8: the lowest tiles that hold twice the expected rows, if there are
-    such, since groups differ, and a second tile of a group reads its weights again. 8 groups of 32 to 96 rows took 81 us
-    with 64 rows a tile, and 66 with 128 (H200; 96 and 87 on an H100). Narrow tiles only where others are too few for all
-    SMs: elsewhere they took 1 to 14% longer in 8 cases (H200), and as long (H100; in single calls up to 3% less)."""
+    such, since groups differ, and a second tile of a group reads its weights again. 8 groups of 32 to 96 rows took 81
+    us with 64 rows a tile, and 66 with 128 (H200; 96 and 87 on an H100). Narrow tiles only where others are too few for
+    all SMs: elsewhere they took 1 to 14% longer in 8 cases (H200), and as long (H100; in single calls up to 3%
+    less)."""
     from ..kernels import groups
 
     low = [config for config in configs if groups.is_low(spec, config)]
@@ -119,14 +120,16 @@ def rounds(spec: GemmSpec, config: GemmConfig) -> int:
     return ceil_div(ctas(spec, config), spec.num_sms * config.ctas_per_sm)
 
 
+def streams(spec: GemmSpec) -> bool:
+    """Whether a product has few rows and long K, so that `partly_full` matters."""
+    return spec.m <= 2 * MOST_TOKENS and spec.k >= STREAMED_K and spec.grouping == "none"
+
+
 def partly_full(spec: GemmSpec, config: GemmConfig) -> float:
-    """What to multiply the time of one launch by, where launches of few rows follow one another, as in a decoder's
-    graph. If CTAs take more than half of the places, but not all, the next launch finds places for a part of its CTAs
-    only, and the others come late. In 18 pairs of tiles that differ in the places alone such a launch took 1.07 to 1.45
-    times as long (H200; K of 9000 and more), and alone 0.98 to 1.08. This is a mean of both, since a choice serves
-    both."""
-    if spec.m > 2 * MOST_TOKENS or spec.k < STREAMED_K or spec.grouping != "none":
-        return 1.0
+    """What to multiply the time of one launch by, where launches follow one another, as in a decoder's graph. If CTAs
+    take more than half of the places, but not all, the next launch finds places for a part of its CTAs only, and the
+    others come late. In 18 pairs of tiles that differ in the places alone such a launch took 1.07 to 1.45 times as long
+    (H200; K of 9000 and more), and alone 0.98 to 1.08. This is a mean of both, since a choice serves both."""
     places = spec.num_sms * config.ctas_per_sm
     taken = ctas(spec, config)
     least, most = PARTLY_FULL

@@ -12,8 +12,6 @@ from typing import Any
 import linear
 import pytest
 import torch
-from entered import ours
-from gpu_fakes import FakeGpu
 from nn_cases import (
     BOUNDS,
     IN,
@@ -36,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 import deep_gemm
 from deep_gemm import InvalidInputError
 from deep_gemm.nn import BF16Linear, FP8Linear, casts
-from deep_gemm.tensors import DTENSOR
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -326,62 +323,6 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     times = dict.fromkeys((linear.BASE, f"{linear.BASE}, compiled"), (100.0, 10.0))
     times |= {"FP8Linear": (80.0, 10.0), "FP8Linear, compiled": (50.0, 20.0)}
     assert linear.table((1, 2, 3), times).splitlines()[-1].split()[2:] == ["50.0", "2.00", "20.0", "1.60"]
-
-
-@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 20, 11), ("bias", 17, 10)])
-def test_a_step_enters_few_functions(
-    gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls on fresh tensors are replays; some steps also make records for addresses that come again. It was 84 and 51,
-    and the bias another kernel; and 56 and 41 with a call for each cast and each product."""
-    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)  # where it is loaded, calls look for DTensors
-    made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
-    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
-    counts, y = [], list[Tensor]()
-    for _ in range(12):
-        before = len(gpu.launched)
-        counts.append((len(ours(lambda: y.append(made(x)))), len(ours(lambda: y.pop().backward(dy)))))
-        assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
-    assert min(count for count, _ in counts) <= forward
-    assert min(count for _, count in counts) <= backward
-
-
-@pytest.mark.parametrize("shape", [(1, IN), (2, 1, IN)], ids=str)
-def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results are fresh tensors of any rank: a replay, or the record of one. It was 33."""
-    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)
-    stored, x = FP8Linear.from_linear(torch.nn.Linear(IN, OUT, dtype=BF16), mode="inference"), matrix(*shape)
-    with torch.inference_mode():
-        counts = [len(ours(lambda: stored(x))) for _ in range(12)]
-    assert min(counts) <= 15, "of a replay; the record of an address that comes again takes 8"
-
-
-@pytest.mark.parametrize(("name", "step", "serving"), [("1x128", 6, 2), ("kept casts", 6, 2), ("fused", 5, 2)])
-def test_a_step_allocates_few_tensors(
-    gpu: FakeGpu, name: str, step: int, serving: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The result and what is kept for the backward pass, both gradients, and scratch memory of each pass. It was 15,
-    and 5 without gradients."""
-    made, empty, allocated = layer(name, bias=False, dtype=BF16), torch.empty, list[int]()
-    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
-
-    def counted(*sizes: Any, **how: Any) -> Tensor:
-        allocated.append(1)
-        return empty(*sizes, **how)
-
-    def least(call: Callable[[], object]) -> int:
-        """First calls, and those that make a record, allocate more."""
-        counts = []
-        for _ in range(12):
-            allocated.clear()
-            call()
-            counts.append(len(allocated))
-        return min(counts)
-
-    monkeypatch.setattr(torch, "empty", counted)
-    assert least(lambda: made(x).backward(dy)) == step
-    with torch.no_grad():
-        assert least(lambda: made(x)) == serving
 
 
 @pytest.mark.parametrize("made", [*MADE.values(), lambda: deep_gemm.nn.MoE(IN, 64, 4, 2)], ids=[*MADE, "mixture"])
