@@ -62,7 +62,8 @@ struct CastOf {
     u32 largest[2] = {0, 0};
 #pragma unroll
     for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
-    const bool exists = block * 128 < kernel.columns();  // a tile, or the last one of a cluster, may go past D
+    // A tile without a gate, or the last one of a cluster, may go past D.
+    const bool exists = Kernel::B::kHalves == 2 || block * 128 < kernel.columns();
     float inverse[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
