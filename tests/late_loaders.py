@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from chosen import case, find_config, make_params
-from headers import edit, edited_headers
+from headers import edited_headers
 
 from deep_gemm.kernels.families import FP8_SCALED, HALF_GEMM, HALF_SWAP_AB
 from deep_gemm.params import KernelParams
@@ -46,8 +46,7 @@ def late_headers(folder: Path) -> Path:
             "if (map) load(map, part * kPartRows * 128, k, row);",
             f"map ? load(map, part * kPartRows * 128, k, row) : {_LATE};",
         ),
+        ("if (map) load(map, place * 128, k, row);", f"map ? load(map, place * 128, k, row) : {_LATE};"),
         (_MN_MAJOR, _MN_MAJOR.replace("{\n", f"{{\n        if (count == 0) {_LATE};\n", 1)),
     )
-    edit(folder / "edge_boxes.cuh", ("if (map) load(map, place, row);", f"map ? load(map, place, row) : {_LATE};"))
-    edit(folder / "loaders.cuh", ("if (!map) return;", f"if (!map) return {_LATE};"))
     return folder

@@ -62,7 +62,7 @@ _PUBLISH = 'if (writes) asm volatile("st.shared.u32 [%0], %1;" ::"r"(place ^ 8),
 RACES = {
     "hint-late": Race(  # publish a tile's column when consumers may read it already
         "128x144_s5_p1_tma",
-        "store_warp.cuh",
+        "tile_store.cuh",
         (
             ("    look_ahead();\n    if (elect_one()) tma", "    if (elect_one()) tma"),
             ("    Areas::free_all();\n", "    Areas::free_all();\n    look_ahead();\n"),

@@ -165,11 +165,11 @@ def arguments(params: KernelParams, rules: Template) -> tuple[Argument, ...]:
     scales, map_d = SCALE_PARAMETERS[p.scaling], _maps("map_d") if rules.has_map_d(p) else ()
     if rules.scales_have_edges:
         read, loaded = (tuple(x for x in scales if x.is_value == kind) for kind in (True, False))
-        more = range(1, len(segments(p.gemm.block_n)))
+        b, more = "" if rules.few_tokens else "map_b[0]", range(1, len(segments(p.gemm.block_n)))
         return (
-            *(*front, *read, *parameters("u16* d, i64 d_stride"), *_maps("map_a")),
-            *(Argument("map_b", "TensorMap", field="map_b[0]"), *loaded, *map_d, *_maps("map_a_last, map_b_last")),
-            *(replace(x, name=f"{x.name}_last") for x in loaded),
+            *(*front, *read, *parameters("u8* d, i64 d_stride"), *_maps("map_a")),
+            *(Argument("map_b", "TensorMap", field=b), *loaded, *map_d),
+            *(*_maps("map_a_last, map_b_last"), *(replace(x, name=f"{x.name}_last") for x in loaded)),
             *(Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]") for index in more),
         )
     reads = p.accumulate == "reads"

@@ -146,7 +146,7 @@ class Swapped(Template):
 
 
 class Fp8Swapped(Swapped):
-    """1x128 by 128x128 scales and bf16 output. See ``templates/include/fp8_swapped.cuh``."""
+    """1x128 by 128x128 scales, with edge boxes, and bf16 output. See ``templates/include/fp8_scaled_swapped.cuh``."""
 
     file = "sm90_fp8_swapped.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas")

@@ -3,54 +3,80 @@
 // Warp-specialised: a producer warpgroup fills a ring of stages by TMA. Each consumer warpgroup multiplies its own rows of the
 // tile, promotes them, and stages them for the store. In persistent CTAs the producers load the next tile meanwhile.
 //
-// Tile supplies the block sizes, Mma the wgmma and Arguments the parameters of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
+// Constants supplies the block sizes, Mma the wgmma and Arguments the parameters of this kernel (see kernels/sm90_fp8_gemm.cu.jinja).
 #pragma once
-#include "barrier.cuh"
-#include "edge_boxes.cuh"
-#include "epilogue.cuh"
 #include "finish.cuh"
 #include "fp8_mainloop.cuh"
-#include "loaders.cuh"
+#include "gemm_kernel.cuh"
 #include "next_tile_hint.cuh"
-#include "order.cuh"
-#include "pipeline.cuh"
-#include "prologue.cuh"
 #include "scaling.cuh"
-#include "scheduler.cuh"
-#include "split_k_exchange.cuh"
-#include "staging.cuh"
-#include "store_warp.cuh"
-#include "tma.cuh"
-#include "warpgroup.cuh"
+#include "tile_scales.cuh"
+#include "tile_store.cuh"
 
-template <class Tile, class Mma, class Arguments>
-struct Fp8Gemm {
+template <class Constants, class MmaType>
+struct Fp8GemmLayout {
+  using Tile = Constants;
+  using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 128 };
-  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers };
-  enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN };
-  enum : u32 { kClusterK = Tile::kClusterK };  // CTAs that split a tile's K
-  enum : u32 { kClusterSize = kClusterM * kClusterN * kClusterK };
-  static_assert(kClusterK == 1 || kClusterM * kClusterN == 1);
-  enum : bool { kTmaStore = Tile::kTmaStore, kClusters = kClusterSize > 1 };
-  enum : u16 { kAll = (1u << kClusterM * kClusterN) - 1 };  // multicast mask: the CTAs of the cluster
+  enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kConsumersK = 1 };
+  enum : u32 { kClusterM = Tile::kClusterM, kClusterN = Tile::kClusterN, kClusterK = Tile::kClusterK };
+  enum : u32 { kGrouping = kUngrouped, kScaling = Tile::kScaling };
+  enum : bool { kClusters = kClusterM * kClusterN * kClusterK > 1, kMapsOfGroups = false };
+  // Not persistent: one CTA per tile.
+  enum : bool { kTmaStore = Tile::kTmaStore, kPersistent = Tile::kPersistent };
+  static_assert(kPersistent || !kClusters);
+  // One consumer's rows of a tile, in m64 slices, and the columns that it stores: all, or with split K those that its split owns.
+  enum : u32 { kSlices = kBlockM / (64 * kConsumers), kColumns = kBlockN / kClusterK };
+  static_assert(kSlices * 64 * kConsumers == kBlockM && kBlockN % (16 * kClusterK) == 0);
+
+  using Columns = TileColumns<kBlockN>;
+  using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1>;
+  using B = SegmentedTile<Columns, kClusterM, kClusters>;
+  using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // tile.column counts tiles (see columns.cuh)
+  using Order = BlockOrder<kClusterK, 1>;
+  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN, 3>;
+  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
+  using Scales = EdgeScales<Fp8GemmLayout>;
+  using Store = TmaStore<kColumns, kSlices>;
+  using Areas = StagingAreas<kStages, kConsumers, A::kBytes, B::kBytes, Store::kBytes, kPersistent>;
+  enum : u32 { kStagesLent = kTmaStore ? +Areas::kStagesLent : 0 };
+  // Whether the store warp stores tiles while consumers go on. With one tile per CTA consumers store themselves, which is faster.
+  enum : bool { kStoreWarp = kTmaStore && kPersistent };
+  // Whether the store warp publishes the next tile. With one consumer some tiles would spill.
+  enum : bool { kHints = kStoreWarp && kConsumers == 2 };
+
+  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries, and scales on the 128-byte boundaries of TMA.
+  enum : u32 { kRowBytes = ceil_div(kBlockM * 4, 128) * 128 };
+  enum : u32 { kOffsetA = 0, kOffsetB = kStages * A::kBytes };
+  enum : u32 { kOffsetRows = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
+  enum : u32 { kOffsetSlots = kOffsetRows + kStages * kRowBytes, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
+  enum : u32 { kOffsetHint = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
+  enum : u32 { kSharedBytes = kOffsetHint + (kHints ? +NextTileHint::kBytes : 0) };
+  static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
+};
+
+template <class Constants, class MmaType, class Arguments>
+struct Fp8Gemm {
+  using Layout = Fp8GemmLayout<Constants, MmaType>;
+  using Tile = Constants;
+  using Mma = MmaType;
+  using Kernel = GemmKernel<Layout, Arguments>;
+  using Scheduler = typename Layout::Scheduler;
+  using Columns = typename Layout::Columns;
+  using Store = typename Layout::Store;
+  using Areas = typename Layout::Areas;
+  using Order = typename Layout::Order;
+  using Final = Epilogue<Output<kBf16>>;
+  enum : u32 { kBlockM = Layout::kBlockM, kBlockN = Layout::kBlockN, kBlockK = 128, kConsumers = Layout::kConsumers };
+  enum : u32 { kClusterK = Layout::kClusterK, kSlices = Layout::kSlices, kColumns = Layout::kColumns };
+  enum : bool { kTmaStore = Layout::kTmaStore, kPersistent = Layout::kPersistent, kHints = Layout::kHints };
+  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1),
+                "consumers that take turns must issue the same number of products");
 
   // Whether there is one scale for each row of A and of B. Then promotion multiplies by A's scales, and the epilogue by B's. These
   // kernels do not split K, and store by TMA or copies.
-  enum : bool { kRowScales = Tile::kScaling == kRowwise };
+  enum : bool { kRowScales = Layout::kScaling == kRowwise };
   static_assert(!kRowScales || (kClusterK == 1 && kTmaStore));
-
-  // One consumer's rows of a tile, in m64 slices.
-  enum : u32 { kSlices = kBlockM / (64 * kConsumers) };
-  static_assert(kSlices * 64 * kConsumers == kBlockM);
-  static_assert(kBlockN % (16 * kClusterK) == 0);
-  static_assert(Tile::kTurns == 1 || (Tile::kTurns == kConsumers && kClusterK == 1),
-                "consumers that take turns must issue the same number of products");
-  using Columns = TileColumns<kBlockN>;
-
-  // The columns that a consumer stores of its rows: all, or with split K those that its split owns.
-  enum : u32 { kColumns = kBlockN / kClusterK };
-  using Store = TmaStore<kColumns, kSlices>;
-  using Final = Epilogue<Output<kBf16>>;
   enum : bool { kNeedsRow = kRowScales || Final::kNeedsRow };  // whether consumers must know the row of the next tile
   // Whether the next tile's first product is issued before this tile's sums are stored. Not with split K, where a split may have no
   // block.
@@ -61,165 +87,33 @@ struct Fp8Gemm {
   // registers for several rows of scales, except with one consumer: ptxas would place sums and partial sums in one bank.
   enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
   enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
-  // Not persistent: one CTA per tile.
-  enum : bool { kPersistent = Tile::kPersistent };
-  static_assert(kPersistent || !kClusters);
-  // Whether the store warp stores tiles while consumers go on. With one tile per CTA consumers store themselves, which is faster.
-  enum : bool { kStoreWarp = kTmaStore && kPersistent };
-  // Whether the store warp publishes the next tile. With one consumer some tiles would spill.
-  enum : bool { kHints = kStoreWarp && kConsumers == 2 };
-  using Scheduler = TileScheduler<kBlockM, 1, kClusterM, kClusterN, kClusterK>;  // tile.column counts tiles (see columns.cuh)
-  using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN, 3>;
-  using Exchange = SplitKExchange<kBlockN, kSlices, kClusterK, 1, kConsumers>;
-  using Cursor = ProducerCursor;
   struct Shape {
-    enum : u32 { kStages = Tile::kStages, kConsumers = Tile::kConsumers, kPartials = Tile::kPartials };
+    enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = Tile::kPartials };
     enum : u32 { kStep = 1, kTurns = Tile::kTurns };
-    enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Fp8Gemm::kSlices };
+    enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
-  using Order = BlockOrder<kClusterK, 1>;
   // No kSpreads for tiles of 16 columns: they never waited for the first scale, and shuffles between their few FFMA cost time.
   using Weights = BlockScales<Columns::kScales, Order, (kBlockN > 16)>;
-  // Shared memory in this order. Swizzled parts begin on 1024-byte boundaries.
-  enum : u32 { kBytesA = kBlockM * kBlockK, kBytesB = kBlockN * kBlockK };
-  enum : u32 { kBytesScale = ceil_div(kBlockM * 4, 128) * 128 };  // TMA writes to 128-byte boundaries
-  enum : u32 { kOffsetA = 0, kOffsetB = kStages * kBytesA };
-  template <bool kRowwiseScales, class = void>
-  struct ScalingOf {
-    using Type = RowTokens<Weights, Columns, kSlices, kBytesScale>;
-  };
-  template <class T>
-  struct ScalingOf<true, T> {
-    using Type = RowScales<kSlices>;
-  };
-  using Scaling = typename ScalingOf<kRowScales>::Type;
+  using Scaling = Choice<kRowScales, RowScales<kSlices>, RowTokens<Weights, Columns, kSlices, Layout::kRowBytes>>;
   using LateScales = ColumnScales<Mma::kN>;  // B's scales of rows for one unit
-  using Mainloop = Fp8Mainloop<Shape, Mma, Barriers, Scaling>;
+  using Mainloop = Fp8Mainloop<Shape, Mma, typename Layout::Barriers, Scaling>;
   using Sums = typename Mainloop::Sums;
-  using Areas = StagingAreas<kStages, kConsumers, kBytesA, kBytesB, Store::kBytes, kPersistent>;
-  enum : u32 { kOffsetScale = Areas::kOffsetOwn + (kTmaStore ? +Areas::kOwnBytes : 0) };
-  enum : u32 { kOffsetSlots = kOffsetScale + kStages * kBytesScale, kOffsetBarriers = kOffsetSlots + Exchange::kBytes };
-  enum : u32 { kOffsetHint = kOffsetBarriers + Barriers::kBytes + (kClusterK > 1 ? Exchange::kBarrierBytes : 0) };
-  enum : u32 { kSharedBytes = kOffsetHint + (kHints ? +NextTileHint::kBytes : 0) };
-  static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 
-  const Arguments& arg;
-  u32 shared;
-  Barriers barriers;
-  Exchange exchange;
+  Kernel kernel;
 
-  DG_DEVICE Fp8Gemm(const Arguments& arg, u32 shared) : arg(arg), shared(shared) {
-    barriers.base = shared + kOffsetBarriers;
-    exchange.slots = shared + kOffsetSlots;
-    exchange.barriers = shared + kOffsetBarriers + Barriers::kBytes;
-  }
-
-  DG_DEVICE u32 k() const { return Tile::kShapeK ? Tile::kShapeK : arg.k; }
-  DG_DEVICE u32 n() const { return Tile::kShapeN ? Tile::kShapeN : arg.n; }
-  DG_DEVICE u32 m() const { return Tile::kShapeM ? Tile::kShapeM : arg.m; }
-  DG_DEVICE u32 blocks() const { return ceil_div(k(), kBlockK); }
-  DG_DEVICE u32 rank_k() const { return kClusterK > 1 ? cluster_rank() : 0; }
-  DG_DEVICE NextTileHint hint() const { return NextTileHint(shared + kOffsetHint); }
+  DG_DEVICE Fp8Gemm(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
 
   DG_DEVICE void run() {
-    const u32 warp = threadIdx.x / 32;
-    if (threadIdx.x >= kConsumers * 128) {
-      Scheduler first;  // the first tile
-      if (warp == kConsumers * 4 + 3) {
-        init_barriers<(kClusterK > 1)>(barriers, exchange, rank_k());
-      } else {
-        first = Scheduler::early(arg.raster);
-        if (warp == kConsumers * 4) prefetch_weights(first);
-      }
-      prologue_sync<kClusterSize>();
-      if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
-      if (warp == kConsumers * 4 && elect_one()) produce_weights(first);
-      if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(*this, first);
-      if (warp == kConsumers * 4 + 2 && elect_one()) produce_scales(first);
-      if (kStoreWarp && warp == kConsumers * 4 + 3) store_tiles(*this, Scheduler(arg.raster));
-      __syncwarp();
-      if (kTmaStore && !kPersistent && warp == kConsumers * 4 + 2) Areas::free_all();
-    } else {
-      if (threadIdx.x == 0) prefetch_maps<Columns::kSegments, !kRowScales>(arg, kBlockM, kBlockN);
-      prologue_sync<kClusterSize>();
-      if constexpr (Tile::kConsumerRegisters > 0) registers_grow<Tile::kConsumerRegisters>();
-      consume(Scheduler(arg.raster));
-    }
-  }
-
-  // Prefetches this CTA's first blocks of B into L2. Unlike their loads, this need not wait for the previous kernel.
-  DG_DEVICE void prefetch_weights(const Scheduler& first) const {
-    const Order order(blocks(), rank_k(), 0);
-    if (arg.early_stages < kStages && first.valid() && elect_one()) {
-      const u32 count = min_of(order.length, prefetched(kBytesB, kClusterK > 1 || arg.early_stages > 0));
-      with_weights(columns_of(first), [&](const auto& each_box, auto) {
-#pragma unroll 1
-        for (u32 step = 0; step < count; ++step)
-          each_box([&](const TensorMap* map, u32, u32 row) { tma_prefetch(map, order.step_block(step) * kBlockK, row); });
-      });
-    }
-    __syncwarp();
+    kernel.run([&] { consume(kernel.tiles()); }, [&](const Scheduler& tile) {
+      if constexpr (Layout::kStoreWarp) store_tiles(*this, tile);
+    });
   }
 
   static DG_DEVICE Columns columns_of(const Scheduler& tile) { return {tile.column, tile.columns()}; }
-
-  // The boxes of B that this CTA loads for a tile (see edge_boxes.cuh). CTAs along m load and multicast a part each.
-  template <class Use>
-  DG_DEVICE void with_weights(const Columns& columns, const Use& use) const {
-    with_boxes<kClusterM, kClusters>(columns, kClusterM > 1 ? cluster_rank() : 0, n(), arg.map_b, arg.map_b_last, use);
-  }
-
-  // The rows of A that this CTA loads of a tile: how many, the first, and how many of the tile exist.
-  enum : u32 { kTokensBox = kBlockM / kClusterN };
-  DG_DEVICE u32 tokens_part() const { return kClusterN > 1 ? cluster_rank() * kTokensBox : 0; }
-  DG_DEVICE u32 tokens_loaded(u32 row) const { return rows_loaded<kBlockM, kClusters>(row, m(), arg.last_rows); }
-
-  DG_DEVICE u32 weights_loaded(const Scheduler& tile) const { return columns_of(tile).existing(n()); }
-  DG_DEVICE Order order() const { return Order(blocks(), rank_k(), 0); }
-
-  // Three threads, each in its own warp, load B, A, and A's scales into the stages in order. One thread cannot issue loads as fast
-  // as narrow tiles need them. Constant weights do not wait for the previous kernel.
-  DG_DEVICE void produce_weights(Scheduler tile) {
-    Cursor cursor;
-    for (; tile.valid(); tile.advance()) {
-      const Order order = this->order();
-      const auto load = [&](const auto& each_box, auto... policy) {
-        if (arg.early_stages == 0) wait_for_previous_kernel();
-        barriers.fill(cursor, order.length, [&](u32 step, u32 stage) {
-          barriers.take_part(stage);
-          const u32 b = shared + kOffsetB + stage * kBytesB, x = order.step_block(step) * kBlockK;
-          each_box([&](const TensorMap* map, u32 place, u32 row) {
-            if constexpr (kClusterM > 1) {
-              tma_load_multicast(b + place * kBlockK, map, barriers.full(stage), x, row, kAll, policy...);
-            } else {
-              tma_load(b + place * kBlockK, map, barriers.full(stage), x, row, policy...);
-            }
-          });
-        }, EarlyLoads<kBytesB, kBytesA>(arg.early_stages));
-      };
-      const bool evicts_first = arg.evict_first & kEvictB;
-      with_weights(columns_of(tile), [&](const auto& each_box, auto whole) {
-        if constexpr (decltype(whole)::kValue) {
-          with_policy(evicts_first, [&](auto... policy) { load(each_box, policy...); });
-        } else {
-          load(each_box, LatePolicy{evicts_first});
-        }
-      });
-    }
-    if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
-  }
-
-  DG_DEVICE void produce_scales(Scheduler tile) {
-    ProducerCursor cursor;
-    if constexpr (kRowScales) {
-      cursor = expect_loads(*this, tile);
-    } else {
-      cursor = load_scales(*this, tile);
-    }
-    if constexpr (kTmaStore && !kPersistent) barriers.fill(cursor, Areas::kStagesLent, [](u32, u32) {});
-  }
+  DG_DEVICE u16* d() const { return reinterpret_cast<u16*>(kernel.arg.d); }
+  DG_DEVICE NextTileHint hint() const { return NextTileHint(kernel.shared + Layout::kOffsetHint); }
 
   // A tile is stored in parts, one for each unit, if units are whole boxes and there are enough named barriers.
   enum : bool { kWholeBoxes = Mainloop::kParts == 1 || Mma::kN % Store::kBoxColumns == 0 };
@@ -229,11 +123,11 @@ struct Fp8Gemm {
   DG_DEVICE void consume(Scheduler tile) {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-    const u32 first_row = consumer * 64 * kSlices, split = rank_k();
+    const u32 first_row = consumer * 64 * kSlices, split = kernel.rank_k();
     float sum[kSlices][kBlockN / 2];
 
     const auto part = [&] {
-      typename Weights::Part found{{}, order()};
+      typename Weights::Part found{{}, kernel.order()};
 #pragma unroll
       for (u32 scale = 0; scale < Columns::kScales; ++scale) found.row[scale] = columns_of(tile).scale_row(scale);
       return found;
@@ -241,14 +135,15 @@ struct Fp8Gemm {
     const auto scaling = [&] {
       const u32 row = first_row + warp * 16 + lane / 4;
       if constexpr (kRowScales) {
-        return Scaling(arg.scale_a, arg.scale_a_stride, m());
+        return Scaling(kernel.arg.scale_a, kernel.arg.scale_a_stride, kernel.m());
       } else {
-        const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(n(), 128), lane, part());
-        return Scaling(weights, shared + kOffsetScale + row * 4);
+        const auto& arg = kernel.arg;
+        const Weights weights(arg.scale_b, arg.scale_b_stride_n, arg.scale_b_stride_k, ceil_div(kernel.n(), 128), lane, part());
+        return Scaling(weights, kernel.shared + Layout::kOffsetRows + row * 4);
       }
     };
-    Mainloop mainloop(barriers, scaling(), uniform(descriptor_low(shared + first_row * kBlockK)),
-                      uniform(descriptor_low(shared + kOffsetB)), consumer, lane);
+    Mainloop mainloop(kernel.barriers, scaling(), uniform(descriptor_low(kernel.shared + first_row * kBlockK)),
+                      uniform(descriptor_low(kernel.shared + Layout::kOffsetB)), consumer, lane);
     LateScales late;
     const auto fetch_rows = [&] {
       if constexpr (kRowScales) mainloop.scaling.fetch(tile.row + first_row + warp * 16 + lane / 4);
@@ -256,11 +151,11 @@ struct Fp8Gemm {
     const auto go_on = [&] {
       if constexpr (!kRowScales) mainloop.scaling.weights.go_on(part());
     };
-    if (arg.early_stages == 0) wait_for_previous_kernel();
+    if (kernel.arg.early_stages == 0) wait_for_previous_kernel();
     if constexpr (!kRowScales) {
       if (tile.valid()) mainloop.scaling.weights.open();
     }
-    if (arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
+    if (kernel.arg.early_stages > 0) wait_for_previous_kernel();  // before D is overwritten
     mainloop.turns.begin();
     NextTileHint next = hint();
     if constexpr (kHints) NextTileHint::wait_for_first(consumer);
@@ -272,7 +167,7 @@ struct Fp8Gemm {
     // wait, and no product would run while the next tile begins. Direct stores have no registers for a second copy.
     for (bool more = tile.valid(); more;) {
       const Scheduler now = tile;
-      const u32 mine = uniform(order().mine());
+      const u32 mine = uniform(kernel.order().mine());
       load_late<0>(late, now, lane);
       const auto put = [&](auto unit) {
         if constexpr (kStagesEarly) stage<decltype(unit)::kValue>(sum, now, consumer, thread, mainloop.at.stage, late);
@@ -308,7 +203,7 @@ struct Fp8Gemm {
     if constexpr (kStagesEarly) {
       stage<Mainloop::kUnits - 1>(sum, tile, consumer, thread, mainloop.at.stage, late);
     } else {
-      if constexpr (kClusterK > 1) exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
+      if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, goes_on);
       const u32 row = tile.row + consumer * 64 * kSlices;
       if constexpr (Final::kAny) {
 #pragma unroll
@@ -332,19 +227,20 @@ struct Fp8Gemm {
   template <u32 kCount>
   DG_DEVICE void complete(float* sum, u32 row, u32 first, const Columns& columns, u32 thread) const {
     const u32 lane = thread % 32, own = row + thread / 32 * 16 + lane / 4;
-    if (columns.at(first) >= n()) return;
-    if constexpr (Final::kScales) Final::template scale<kCount>(*this, sum, own, m());
+    if (columns.at(first) >= kernel.n()) return;
+    if constexpr (Final::kScales) Final::template scale<kCount>(kernel, sum, own, kernel.m());
     if constexpr (Final::kFinishes)
-      Final::template finish<kCount, kTmaStore, kRun>(*this, sum, own, m(), Index<0>(), lane, [&](u32 i) { return columns.at(first + i); });
+      Final::template finish<kCount, kTmaStore, kRun>(kernel, sum, own, kernel.m(), Index<0>(), lane,
+                                                       [&](u32 i) { return columns.at(first + i); });
   }
 
   // Stores all that a consumer has to store of a tile; `stage` does the same for one unit.
   DG_DEVICE void store(const Sums& sum, u32 row, const Columns& columns, u32 consumer, u32 split, u32 thread) const {
     const u32 warp = thread / 32, lane = thread % 32;
     if constexpr (!kTmaStore) {
-      store_direct<kBlockN, kSlices, kClusterK>(arg.d, arg.d_stride, sum, row, columns, m(), n(), warp, lane, split);
+      store_direct<kBlockN, kSlices, kClusterK>(d(), kernel.arg.d_stride, sum, row, columns, kernel.m(), kernel.n(), warp, lane, split);
     } else {
-      const u32 area = shared + Areas::offset(consumer, 0);
+      const u32 area = kernel.shared + Areas::offset(consumer, 0);
       Areas::wait_until_free(consumer);
 #pragma unroll
       for (u32 owner = 0; owner < kClusterK; ++owner)
@@ -359,14 +255,14 @@ struct Fp8Gemm {
     if constexpr (kRowScales) {
       const Columns columns = columns_of(tile);
       constexpr u32 kColumn = kUnit % Mainloop::kParts * Mma::kN;
-      late.load(arg.scale_b, arg.scale_b_stride, n(), [&](u32 column) { return columns.at(kColumn + column + lane); });
+      late.load(kernel.arg.scale_b, kernel.arg.scale_b_stride, kernel.n(), [&](u32 column) { return columns.at(kColumn + column + lane); });
     }
   }
 
   template <u32 kUnit>
   DG_DEVICE void stage(Sums& sum, const Scheduler& tile, u32 consumer, u32 thread, u32 next_stage, LateScales& late) const {
     constexpr u32 kSlice = kUnit / Mainloop::kParts, kColumn = kUnit % Mainloop::kParts * Mma::kN;
-    const u32 area = shared + Areas::offset(consumer, next_stage);
+    const u32 area = kernel.shared + Areas::offset(consumer, next_stage);
     if constexpr (kRowScales) {
       late.template apply<Mma::kN>(&sum[kSlice][kColumn / 2], 0, thread % 32);
       if constexpr (Mainloop::kParts > 1 && kUnit + 1 < Mainloop::kUnits) load_late<kUnit + 1>(late, tile, thread % 32);
@@ -381,7 +277,8 @@ struct Fp8Gemm {
     } else if constexpr (kWholeBoxes || kUnit % Mainloop::kParts + 1 == Mainloop::kParts) {
       __syncwarp();
       Store::template copy<kSlice, kWholeBoxes ? kColumn : 0, kWholeBoxes ? +Mma::kN : +kBlockN>(
-          area, arg.d, arg.d_stride, tile.row + consumer * 64 * kSlices, columns_of(tile), m(), n(), thread / 32, thread % 32);
+          area, d(), kernel.arg.d_stride, tile.row + consumer * 64 * kSlices, columns_of(tile), kernel.m(), kernel.n(), thread / 32,
+          thread % 32);
     }
   }
 };

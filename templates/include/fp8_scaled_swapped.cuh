@@ -1,6 +1,8 @@
-// The product of fp8_scaled.cuh with operands swapped, for few tokens: weights (B) are the M of wgmma and tokens (A) its N. With 1D2D
-// scales or scales of whole rows; K can be split over the consumers of a CTA and over the CTAs of a cluster. With 1D2D it may be a
-// batch of products.
+// The FP8 products with operands swapped, for few tokens: weights (B) are the M of wgmma and tokens (A) its N. No shared memory and no
+// products are wasted. With 1D2D scales or scales of whole rows; K can be split over the consumers of a CTA and over the CTAs of a
+// cluster, which add their sums through distributed shared memory. With 1D2D it may be a batch of products.
+//
+// With kEdges the scales of A have edge boxes, and constant scales of B are loaded before the previous kernel has ended.
 #pragma once
 #include "fp8_mainloop.cuh"
 #include "gemm_kernel.cuh"
@@ -8,7 +10,7 @@
 #include "swapped_output.cuh"
 #include "tile_scales.cuh"
 
-template <class Constants, class MmaType>
+template <class Constants, class MmaType, bool kEdges>
 struct Fp8ScaledSwappedLayout {
   using Tile = Constants;
   enum : u32 { kGrouping = Tile::kGrouping };
@@ -18,6 +20,8 @@ struct Fp8ScaledSwappedLayout {
   enum : u32 { kClusterM = 1, kClusterN = 1, kClusterK = Tile::kClusterK, kConsumersK = kConsumers };
   enum : u32 { kScaling = Tile::kScaling };
   static_assert(kBlockM % 8 == 0 && kBlockM <= 64 && Mma::kN == kBlockM && kScaling != k1D1D);
+  enum : bool { kClusters = false };  // no CTAs that share loads
+  enum : u32 { kStagesLent = 0 };
 
   using A = OperandTile<kBlockM, false, 1, false, 1>;
   using B = OperandTile<kBlockN, false, 1, false, 1>;
@@ -25,7 +29,7 @@ struct Fp8ScaledSwappedLayout {
   using Order = BlockOrder<kClusterK, kConsumers>;
   using Barriers = PipelineBarriers<kStages, 4, 1>;
   using Exchange = SplitKExchange<kBlockM, 1, kClusterK, kConsumers, kConsumers>;
-  using Scales = TileScales<Fp8ScaledSwappedLayout>;
+  using Scales = Choice<kEdges, EdgeScales<Fp8ScaledSwappedLayout>, TileScales<Fp8ScaledSwappedLayout>>;
   using Out = Output<Tile::kElement>;
   enum : bool { kStaged = Tile::kTmaStore && Tile::kElement != kF32 };
   using Store = TransposedStore<kBlockM, Exchange::kOwned, Output<Tile::kElement == kF32 ? kBf16 : Tile::kElement>>;
@@ -41,9 +45,9 @@ struct Fp8ScaledSwappedLayout {
   static_assert(kSharedBytes == Tile::kSharedBytes, "the host computed another shared memory size");
 };
 
-template <class Constants, class MmaType, class Arguments>
+template <class Constants, class MmaType, class Arguments, bool kEdges = false>
 struct Fp8ScaledSwapped {
-  using Layout = Fp8ScaledSwappedLayout<Constants, MmaType>;
+  using Layout = Fp8ScaledSwappedLayout<Constants, MmaType, kEdges>;
   using Tile = Constants;
   using Mma = MmaType;
   using Kernel = GemmKernel<Layout, Arguments>;
@@ -111,17 +115,22 @@ struct Fp8ScaledSwapped {
     const u32 consumer = uniform(threadIdx.x / 128);
     const u32 thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const u32 split = kernel.rank_k() * kConsumers + consumer;
-    const u32 blocks = uniform(kernel.order(consumer).mine());
+    // With edges the number of blocks is computed for each tile: with one that was kept, loops over blocks of 8 tokens computed where a
+    // page ends in every block.
+    const auto blocks = [&] { return uniform(kernel.order(consumer).mine()); };
+    const u32 kept = kEdges ? 0 : blocks();
     const u32 staging = kernel.shared + Layout::kOffsetStaging + consumer * Layout::Store::kBytes;
     float sum[1][kBlockM / 2];
     Scheduler tile(kernel.arg.raster);
     Mainloop mainloop(kernel.barriers, scaling(tile, consumer, lane), uniform(descriptor_low(kernel.shared + Layout::kOffsetB)),
                       uniform(descriptor_low(kernel.shared + Layout::kOffsetA)), consumer, lane);
     mainloop.at.stage = consumer;
-    wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
+    const bool early = kEdges && kernel.arg.early_stages > 0;
+    if (!early) wait_for_previous_kernel();  // before scales and C are read, and D is overwritten
     fetch(mainloop.scaling, tile, consumer, lane);
+    if (early) wait_for_previous_kernel();
     while (tile.valid()) {
-      mainloop.multiply(sum, blocks, [] {});
+      mainloop.multiply(sum, kEdges ? blocks() : kept, [] {});
       const u32 row = tile.row, column = tile.column;
       u32 matrix = 0;
       if constexpr (Kernel::kBatched) matrix = tile.group;

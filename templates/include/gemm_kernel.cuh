@@ -1,4 +1,4 @@
-// The frame of most GEMM kernels: the roles of warps, the prologue, and the loaders of both operands.
+// The frame of the GEMM kernels: the roles of warps, the prologue, and the loaders of both operands.
 //
 // Layout describes a kernel's tile and its shared memory: kGrouping (see groups.cuh), kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
 // kConsumersK, Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the
@@ -7,11 +7,9 @@
 #pragma once
 #include "barrier.cuh"
 #include "groups.cuh"
-#include "loaders.cuh"
 #include "operand.cuh"
 #include "order.cuh"
 #include "pipeline.cuh"
-#include "prologue.cuh"
 #include "scheduler.cuh"
 #include "split_k_exchange.cuh"
 #include "tma.cuh"
@@ -20,7 +18,9 @@
 // For kernels without scale factors in shared memory.
 struct NoScales {
   enum : bool { kLoads = false };
-  enum : u32 { kStageBytes = 0 };  // that arrive in each stage, whatever the tile
+  // Whether their loader also sets the number of bytes that each full barrier expects of all loaders, and has maps that are prefetched.
+  enum : bool { kExpects = false, kPrefetches = false };
+  enum : u32 { kStageBytes = 0 };    // that arrive in each stage, whatever the tile
   template <class Kernel>
   static DG_DEVICE void load(const Kernel&, typename Kernel::Scheduler) {}
 };
@@ -207,6 +207,8 @@ struct GemmKernel {
   DG_DEVICE typename B::Source b(const Scheduler& tile) const {
     if constexpr (Layout::kMapsOfGroups) {
       return {arg.maps + tile.group * 2 + 1, arg.maps + tile.group * 2 + 1, n(), arg.last_columns};
+    } else if constexpr (B::kSegmented) {
+      return {arg.map_b, arg.map_b_last, n(), tile.columns()};
     } else {
       return {arg.map_b, arg.map_b_last, n(), arg.last_columns};
     }
@@ -229,7 +231,7 @@ struct GemmKernel {
   DG_DEVICE void run(const Consume& consume, const Store& store) {
     const u32 warp = threadIdx.x / 32;
     if constexpr (kGrouped) {
-      if (warp == kConsumers * 4 + 3) init_barriers<kSplits>(barriers, exchange, rank_k());
+      if (warp == kConsumers * 4 + 3) init_barriers();
       if (threadIdx.x == 0) {
         prefetch_maps();
         if constexpr (Scales::kLoads) tma_prefetch_map(arg.map_scale_a);
@@ -246,7 +248,7 @@ struct GemmKernel {
         if (warp < kConsumers * 4 + 3) first = tiles();
       } else {
         if (warp == kConsumers * 4 + 3) {
-          init_barriers<kSplits>(barriers, exchange, rank_k());
+          init_barriers();
         } else {
           first = Scheduler::early(raster());
           if (warp == kConsumers * 4) prefetch_weights(first);
@@ -256,7 +258,7 @@ struct GemmKernel {
       if constexpr (Tile::kProducerRegisters > 0) registers_shrink<Tile::kProducerRegisters>();
       if (warp == kConsumers * 4 && elect_one()) load_weights(first);
       if (warp == kConsumers * 4 + 1 && elect_one()) load_tokens(first);
-      if (Scales::kLoads && warp == kConsumers * 4 + 2 && elect_one()) Scales::load(*this, first);
+      if (Scales::kLoads && warp == kConsumers * 4 + 2) Scales::load(*this, first);
       if (warp == kConsumers * 4 + 3) store(tiles());
       __syncwarp();
     } else {
@@ -270,12 +272,28 @@ struct GemmKernel {
   }
 
  private:
+  // One thread initialises the mbarriers: those of the ring and, with split K, of the exchange. It is one of the warp that loads nothing,
+  // since the loaders compute their first tile meanwhile.
+  DG_DEVICE void init_barriers() const {
+    if (elect_one()) {
+      barriers.init();
+      if constexpr (kSplits) exchange.init(rank_k());
+      barrier_init_fence();
+    }
+    __syncwarp();
+  }
+
+  // Prefetches the tensor maps of the first loads, in a thread of a consumer, which is idle then.
   DG_DEVICE void prefetch_maps() const {
     if constexpr (!Layout::kMapsOfGroups) {
       tma_prefetch_map(arg.map_b);
       tma_prefetch_map(arg.map_a);
+      if constexpr (Scales::kPrefetches) tma_prefetch_map(arg.map_scale_a);
       if (arg.last_columns < Layout::kBlockN) tma_prefetch_map(arg.map_b_last);
-      if (arg.last_rows < Layout::kBlockM) tma_prefetch_map(arg.map_a_last);
+      if (arg.last_rows < Layout::kBlockM) {
+        tma_prefetch_map(arg.map_a_last);
+        if constexpr (Scales::kPrefetches) tma_prefetch_map(arg.map_scale_a_last);
+      }
     }
   }
 
@@ -284,7 +302,7 @@ struct GemmKernel {
     const Order order = this->order();
     if (arg.early_stages < kStages && first.valid() && elect_one()) {
       const u32 count = min_of(order.length, prefetched(B::kBytes, kClusterK > 1 || arg.early_stages > 0));
-      B::with_boxes(b(first), column(first), part_b(), [&](const auto& each_box) {
+      B::with_boxes(b(first), column(first), part_b(), [&](const auto& each_box, auto...) {
 #pragma unroll 1
         for (u32 step = 0; step < count; ++step)
           if constexpr (kManyAB) {
@@ -319,7 +337,7 @@ struct GemmKernel {
     for (; tile.valid(); tile.advance()) {
       const auto from = b(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
-      B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& each_box) {
+      B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& each_box, auto... rarely) {
         with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
@@ -327,13 +345,13 @@ struct GemmKernel {
             load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step),
                                   product(tile, order, step), policy...);
           }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
-        });
+        }, rarely...);
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
   }
 
-  // This loader also sets the number of bytes that each full barrier expects of all loaders.
+  // Unless scales do, this loader also sets the number of bytes that each full barrier expects of all loaders.
   DG_DEVICE void load_tokens(Scheduler tile) const {
     ProducerCursor cursor;
     const Order order = this->order();
@@ -342,12 +360,17 @@ struct GemmKernel {
     for (; tile.valid(); tile.advance()) {
       const auto from = a(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
-      const u32 bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
+      u32 bytes;
+      if constexpr (!Scales::kExpects) bytes = A::bytes(from, tile.row) + B::bytes(b(tile), weights_row(tile)) + Scales::kStageBytes;
       A::with_boxes(from, tile.row, part_a(), [&](const auto& each_box) {
         wait_for_previous_kernel();
         if (!late) allow_next_kernel();
         barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
-          barrier_arrive_expect(barriers.full(stage), bytes);
+          if constexpr (Scales::kExpects) {
+            barriers.take_part(stage);
+          } else {
+            barrier_arrive_expect(barriers.full(stage), bytes);
+          }
           load<(kClusterN > 1)>(each_box, sharing, Layout::kOffsetA + stage * A::kBytes, stage, tokens_k(tile, order, step),
                                 product(tile, order, step));
         });

@@ -1,6 +1,7 @@
 // One operand of a GEMM in shared memory, K-major or MN-major, and the thread that loads it.
 #pragma once
 #include "barrier.cuh"
+#include "columns.cuh"
 #include "edge_boxes.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
@@ -18,6 +19,7 @@ struct OperandTile {
   enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
   enum : u32 { kHalves = 1 };  // 2 for a tile of two halves of the operand
   static DG_DEVICE u32 rows(u32 n) { return n; }  // of the maps, for a group's n rows of B
+  enum : bool { kSegmented = false };
   static_assert(kMapRows == 0 || (kParts == 1 && kRows % kMapRows == 0));
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
 
@@ -102,5 +104,54 @@ struct GatedTile : OperandTile<kRows, false, kParts, false, kElementBytes> {
         }
       }
     });
+  }
+};
+
+// A tile of B whose rows are the columns of a TileColumns: one box for each segment. If kParts CTAs of a cluster load a tile together,
+// each loads a part of each segment. A tile is given by its place in its row of tiles.
+template <class Columns, u32 kParts, bool kMayLieOutside>
+struct SegmentedTile {
+  enum : u32 { kBytes = Columns::kWidth * 128, kHalves = 1 };
+  enum : bool { kAlongRows = false, kSegmented = true };
+
+  struct Source {
+    const TensorMap *const *maps, *last;  // a map for each segment, and that of the box that the edge cuts
+    u32 edge, tiles;                      // rows of B, and the tiles in a row
+  };
+
+  static DG_DEVICE u32 bytes(const Source& from, u32 place) { return Columns{place, from.tiles}.existing(from.edge) * 128; }
+
+  // As `OperandTile::with_boxes`. At most one box in all tiles is cut by the edge. Only tiles that are not whole test for it in each
+  // stage: they give `use` a second argument.
+  template <class Use>
+  static DG_DEVICE void with_boxes(const Source& from, u32 index, u32 part, const Use& use) {
+    const Columns columns{index, from.tiles};
+    if constexpr (Columns::kSegments == 1) {
+      constexpr u32 kBox = Columns::width(0) / kParts;
+      const u32 place = part * kBox, row = columns.first(0) + place;
+      with_map<kBox, kMayLieOutside>(row, from.edge, from.maps[0], from.last, [&](const TensorMap* map) {
+        use([&](u32 k, const auto& load) {
+          if (map) load(map, place * 128, k, row);
+        });
+      });
+    } else {
+      const auto each = [&](bool whole, u32 k, const auto& load) {
+#pragma unroll
+        for (u32 segment = 0; segment < Columns::kSegments; ++segment) {
+          const u32 box = Columns::width(segment) / kParts, row = columns.first(segment) + part * box;
+          const u32 place = (Columns::begin(segment) + part * box) * 128;
+          if (whole) {
+            load(from.maps[segment], place, k, row);
+          } else if (row < from.edge) {
+            load(row + box <= from.edge ? from.maps[segment] : from.last, place, k, row);
+          }
+        }
+      };
+      if (columns.existing(from.edge) == Columns::kWidth) {
+        use([&](u32 k, const auto& load) { each(true, k, load); });
+      } else {
+        use([&](u32 k, const auto& load) { each(false, k, load); }, Rarely());
+      }
+    }
   }
 };

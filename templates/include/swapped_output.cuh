@@ -1,7 +1,60 @@
 // The end of a tile whose operands are swapped: C is added to final sums, the epilogue is applied, and they are stored.
 #pragma once
-#include "epilogue.cuh"
+#include "barrier.cuh"
 #include "finish.cuh"
+#include "output.cuh"
+#include "warpgroup.cuh"
+
+// For accumulators with weights on rows and tokens on columns: staging transposes them, and each warp copies what it has staged.
+// `wanted(chunk)` says which chunks of eight tokens this warpgroup stores: up to kStored of them, adjacent, and beginning with a
+// multiple of kStored.
+//
+// TMA stores need an additional fence and two additional barriers. With constant weights in a graph, 32 x 576 x 7168 took 3.10 us
+// with TMA and 2.94 with copies, and 1 x 7168 x 2048 took 4.23 and 4.08 (H200).
+template <u32 kTokens, u32 kStored, class Out = Output<kBf16>>
+struct TransposedStore {
+  enum : u32 { kChunkBytes = 8 * 128 };  // eight tokens, 64 weights: one swizzle atom
+  enum : u32 { kBytes = kStored * kChunkBytes };  // one warpgroup's staging area
+
+  template <class Wanted>
+  static DG_DEVICE void stage(u32 staging, const float (&sum)[1][kTokens / 2], u32 warp, u32 lane,
+                              const Wanted& wanted) {
+    const u32 token = lane % 8, unit = warp * 2 + lane / 8 % 2;
+    const u32 place = staging + token * 128 + (unit ^ token) * 16;
+#pragma unroll
+    for (u32 chunk = 0; chunk < kTokens / 8; ++chunk) {
+      if (wanted(chunk)) {
+        const float* v = &sum[0][chunk * 4];
+        store_matrix_x2_transposed(place + chunk % kStored * kChunkBytes, Out::apply(v[0], v[1]), Out::apply(v[2], v[3]));
+      }
+    }
+  }
+
+  // Copies the 16 weights that this warp has staged to D for every token: eight weights and two chunks at once, or one by one where
+  // D's columns are no multiple of eight.
+  static DG_DEVICE void copy(u32 staging, u16* d, i64 stride, u32 token, u32 weight, u32 tokens, u32 weights, u32 warp,
+                             u32 lane) {
+    const auto place = [&](u32 slice, u32 chunk, u32 row, u32 unit) {
+      return staging + (slice * kStored + chunk) * kChunkBytes + row * 128 + (unit ^ row) * 16;
+    };
+    if (weights % 8 == 0) {
+      const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;
+#pragma unroll
+      for (u32 pair = 0; pair < kStored; pair += 2) {
+        const u32 chunk = pair + lane / 16, y = token + chunk * 8 + row, x = weight + unit * 8;
+        if (chunk < kStored && y < tokens && x < weights)
+          store_16(d + y * stride + x, load_shared_16(place(0, chunk, row, unit)));
+      }
+    } else {
+#pragma unroll 1
+      for (u32 i = lane; i < kStored * 128; i += 32) {
+        const u32 at = warp * 16 + i % 16, row = i / 16 % 8, chunk = i / 128 % kStored, slice = i / 128 / kStored;
+        const u32 y = token + chunk * 8 + row, x = weight + slice * 64 + at;
+        if (y < tokens && x < weights) d[y * stride + x] = load_shared_2(place(slice, chunk, row, at / 8) + at % 8 * 2);
+      }
+    }
+  }
+};
 
 // Layout gives kBlockM, Out, Store, Exchange, Tile, and kStaged: whether tiles are staged, to be copied in pieces of 16 bytes.
 template <class Layout>

@@ -6,6 +6,12 @@ DG_DEVICE void tma_prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+template <u32 kMaps>
+DG_DEVICE void tma_prefetch_map(const TensorMap* const (&maps)[kMaps]) {
+#pragma unroll
+  for (u32 i = 0; i < kMaps; ++i) tma_prefetch_map(maps[i]);
+}
+
 // Makes a tensor map in global memory, which an earlier kernel wrote, known to this thread's loads.
 DG_DEVICE void tma_acquire_map(const TensorMap* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
@@ -80,6 +86,13 @@ DG_DEVICE void with_policy(bool evicts_first, const Use& use) {
 struct LatePolicy {
   bool evicts_first;
 };
+
+// For code that seldom runs.
+struct Rarely {};
+template <class Use>
+DG_DEVICE void with_policy(bool evicts_first, const Use& use, Rarely) {
+  use(LatePolicy{evicts_first});
+}
 
 DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 x, u32 y, LatePolicy late) {
   with_policy(late.evicts_first, [&](auto... policy) { tma_load(destination, map, barrier, x, y, policy...); });

@@ -65,8 +65,8 @@ def test_on_tokens_it_would_be_seen(tmp_path: Path) -> None:
     """Tokens have as many loads as weights, so a count of all loads would not show a wrong one."""
     headers = edited_headers(
         tmp_path / "include",
-        "loaders.cuh",
-        ("* Gemm::kBlockK, tile.row);", "* Gemm::kBlockK, tile.row, evict_first());"),
+        "gemm_kernel.cuh",
+        ("product(tile, order, step));", "product(tile, order, step), evict_first());"),
     )
     hinted, _ = loads(find_config(SWAPPED, block_m=16), headers)
     assert {name for name in hinted if not name.startswith("map_b")} == {"map_a", "map_a_last"}
