@@ -63,7 +63,7 @@ struct CastOf {
 #pragma unroll
     for (u32 i = 0; i < 64; ++i) largest[i / 2 % 2] = max_of(largest[i / 2 % 2], __float_as_uint(sum[i]) & 0x7FFFFFFF);
     // A tile without a gate, or the last one of a cluster, may go past D.
-    const bool exists = Kernel::B::kHalves == 2 || block * 128 < kernel.columns();
+    if (Kernel::B::kHalves == 1 && block * 128 >= kernel.columns()) end = 0;
     float inverse[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
@@ -71,7 +71,7 @@ struct CastOf {
       found = max_of(found, __shfl_xor_sync(0xffffffffu, found, 2));
       const float scale = rule().scale_of_normal(found);
       inverse[i] = ScaleRule::inverse_of_normal(scale);
-      if (exists && lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
+      if (lane % 4 == 0 && row + i * 8 < end) *place(kernel, row + i * 8, block, group) = scale;
     }
 #pragma unroll
     for (u32 i = 0; i < 64; i += 4)
