@@ -261,7 +261,7 @@ def empty_scales(
     if row_major or blocks == "tile":
         return torch.empty((lines, steps), dtype=torch.float32, device=device)
     # One call of torch: a view costs the host as much as a launch.
-    return torch.empty_strided((lines, steps), (1, lines + -lines % 4), dtype=torch.float32, device=device)
+    return torch.empty_strided((lines, steps), (1, max(1, lines + -lines % 4)), dtype=torch.float32, device=device)
 
 
 _CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))
