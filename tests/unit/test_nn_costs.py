@@ -14,18 +14,23 @@ from nn_cases import IN, OUT, layer, matrix
 from torch import Tensor
 
 from deep_gemm.nn import FP8Linear
+from deep_gemm.runtime import weight_promises
 from deep_gemm.tensors import DTENSOR
 
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where DTensors are loaded, or a weight promise is left, calls ask more."""
+    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)
+    monkeypatch.setattr(weight_promises, "_promises", {})
+
+
 @pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 20, 11), ("bias", 17, 10)])
-def test_a_step_enters_few_functions(
-    gpu: FakeGpu, name: str, forward: int, backward: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_enters_few_functions(gpu: FakeGpu, name: str, forward: int, backward: int) -> None:
     """Calls on fresh tensors are replays; some steps also make records for addresses that come again. It was 84 and 51,
     and the bias another kernel; and 56 and 41 with a call for each cast and each product."""
-    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)  # where it is loaded, calls look for DTensors
     made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
     x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
     counts, y = [], list[Tensor]()
@@ -38,9 +43,8 @@ def test_a_step_enters_few_functions(
 
 
 @pytest.mark.parametrize("shape", [(1, IN), (2, 1, IN)], ids=str)
-def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...]) -> None:
     """Results are fresh tensors of any rank: a replay, or the record of one. It was 33."""
-    monkeypatch.delitem(sys.modules, DTENSOR, raising=False)
     stored, x = FP8Linear.from_linear(torch.nn.Linear(IN, OUT, dtype=BF16), mode="inference"), matrix(*shape)
     with torch.inference_mode():
         counts = [len(ours(lambda: stored(x))) for _ in range(12)]
