@@ -81,6 +81,7 @@ struct CastOf {
   // Stores the scales of a row of zeros. All lanes of a warp.
   template <class Kernel>
   static DG_DEVICE void scale_zeros(const Kernel& kernel, u32 row, u32 lane) {
+#pragma unroll 1  // the store warp has few registers
     for (u32 block = lane; block < kernel.columns() / 128; block += 32)
       *place(kernel, row, block, Index<0>()) = rule().scale_of_normal(0);
   }

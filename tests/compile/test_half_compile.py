@@ -12,7 +12,8 @@ from house import as_recorded
 from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop, moves_to_uniform
 
 from deep_gemm import kernels
-from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_GROUPED, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.kernels.gemm import ALONG_M
 from deep_gemm.params import KernelParams
 
 CASES = [params for family in GEMMS if family.mma_instruction == "HGMMA" for params in family.cases()]
@@ -60,7 +61,7 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "m"}
     # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
     # single elements.
-    few, rows = params.kernel == HALF_SWAPPED.name, params.kernel == HALF_GROUPED.name
+    few, rows = params.kernel == HALF_SWAPPED.name, params.grouping in ALONG_M
     tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched", "parts") else "2D"
     loads = "3D" if params.grouping in ("batched", "parts", "summed") else "2D"
     assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.accumulate != "reduces")
