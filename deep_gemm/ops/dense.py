@@ -39,9 +39,7 @@ class Dense(Gemm):
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`."""
-        form = form or "nt"
-        a, b = "mk" if form[0] == "n" else "km", "nk" if form[1] == "t" else "kn"
-        return {"a": a, "b": b, "c": "mn", "d": "mn", "row_factor": "m", "bias": "n", "residual": "mn", "sfd": "mn"}
+        return {**layouts.axes(form), "row_factor": "m", "bias": "n", "residual": "mn", "sfd": "mn"}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.

@@ -62,12 +62,6 @@ def dense_added(x: Tensor) -> Tensor:
     return d
 
 
-def fp16(x: Tensor) -> Tensor:
-    d = torch.empty(x.shape[0], N, dtype=torch.float16)
-    deep_gemm.fp16_gemm_nt(x.half(), W.half(), d)
-    return d
-
-
 def fp8(x: Tensor) -> Tensor:
     d = torch.empty(x.shape[0], N, dtype=BF16)
     deep_gemm.fp8_gemm_nt(quantize.rows(x), FP8_W, d, recipe=(1, 128, 128))
@@ -85,13 +79,6 @@ def casts(x: Tensor) -> tuple[Tensor, ...]:
     return *first, *second, *quantize.columns(x)
 
 
-def contiguous(x: Tensor) -> Tensor:
-    d = torch.empty(x.shape[0], N, dtype=BF16)
-    groups = torch.zeros(x.shape[0], dtype=torch.int32)
-    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, EXPERTS, d, groups)
-    return d
-
-
 def contiguous_fp8(x: Tensor) -> Tensor:
     d = torch.empty(x.shape[0], N, dtype=BF16)
     groups = torch.ones(x.shape[0], dtype=torch.int32)
@@ -104,12 +91,6 @@ def masked(x: Tensor) -> Tensor:
     counts = torch.tensor([3, 5], dtype=torch.int32)
     deep_gemm.m_grouped_bf16_gemm_nt_masked(torch.stack([x, x]), EXPERTS, d, counts, 4)
     return d[:, :3]
-
-
-def prenorm(x: Tensor) -> tuple[Tensor, Tensor]:
-    d, squares = torch.empty(x.shape[0], 24), torch.empty(x.shape[0])
-    deep_gemm.tf32_hc_prenorm_gemm(x, W[:24].float(), d, squares)
-    return d, squares
 
 
 def logits(x: Tensor) -> Tensor:
@@ -132,7 +113,8 @@ def activations(x: Tensor) -> tuple[Tensor, ...]:
     return fused.silu_and_mul(x, limit=3.0), *pair, fused.add_gelu(x, bias, torch.float32), fused.mul_add(x, bias, x)
 
 
-LAYERS = [dense, dense_added, fp16, fp8, casts, contiguous, contiguous_fp8, masked, prenorm, logits, norms, activations]
+LAYERS = [dense_added, fp8, casts, contiguous_fp8, masked, logits, norms, activations]
+"""With values made inside. Each public function alone is compiled in test_compiled_calls.py."""
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
@@ -298,6 +280,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
             found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
         for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):
             found |= finished(f"m_grouped_{kind}_gemm_{form}", f"m_grouped_{kind}_gemm_nt_{form}")
+    found["cublaslt_gemm"] = (*(CALLS["cublaslt_gemm_nt"].tensors()[name] for name in "abdc"), "nt")
     for x in itertools.chain(*found.values()):  # what no call writes may be NaN, which equals nothing
         if isinstance(x, Tensor) and x.dtype in (torch.float32, BF16):
             x.nan_to_num_()
