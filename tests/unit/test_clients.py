@@ -22,6 +22,7 @@ def test_a_call_in_a_clients_spelling(name: str) -> None:
         assert calc_diff(found, exact) < 1e-3
 
 
+@pytest.mark.filterwarnings("error")  # torch warns when the address of a fake tensor is read
 @pytest.mark.parametrize("name", ROWS)
 def test_it_looks_at_no_data_when_it_is_traced(name: str) -> None:
     with FakeTensorMode():
