@@ -25,7 +25,7 @@ from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Calls
 from deep_gemm.runtime.operation import REQUIRED
 
-BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
+BF16, M, N, K, GROUPS = torch.bfloat16, 200, 256, 128, 2
 OPERATORS = deep_gemm.register_operators()
 WRITING = [name for name in OPERATORS if not name.endswith("_functional")]
 ROWS = (384, 640, 896)
@@ -293,6 +293,54 @@ def own(values: Sequence[Any]) -> list[Any]:
 
 def equal(x: Any, y: Any) -> bool:
     return torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if isinstance(x, Tensor) else x == y
+
+
+SCALES = [torch.ones(M, 2), torch.ones(N, 2)]
+ONES, HALF_ONES = [torch.ones(*shape) for shape in ((M, 256), (N, 256))], torch.ones(M, N).to(BF16)
+FP8_ONES = [x.to(torch.float8_e4m3fn) for x in ONES]
+BF16_ONES = [x.to(BF16) for x in ONES]
+TO_FP8 = {"d": torch.zeros(M, N).to(torch.float8_e4m3fn), "sfd": torch.ones(M, 2), "row_factor": torch.ones(M)}
+
+FORMS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
+    "1D1D": (
+        "fp8_gemm",
+        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1], ONES[0], ONES[0]),
+        {"recipe": [1, 1, 128], "form": "nt"},
+    ),
+    "rowwise": ("fp8_gemm", (FP8_ONES[0], SCALES[0][:, :1], FP8_ONES[1], SCALES[1][:, :1], HALF_ONES), {"form": "nt"}),
+    "tn": ("bf16_gemm", (BF16_ONES[0].t(), BF16_ONES[1].t(), HALF_ONES), {"form": "tn"}),
+    "ends of groups": (
+        "m_grouped_bf16_gemm_contiguous",
+        (BF16_ONES[0], torch.stack([BF16_ONES[1]] * 2), HALF_ONES, torch.tensor([8, 200], dtype=torch.int32)),
+        {"use_psum_layout": True, "form": "nt"},
+    ),
+    "a gate": (
+        "bf16_gemm_epilogue",
+        (*BF16_ONES, HALF_ONES[:, : N // 2]),
+        {"epilogue": "swiglu+clamp:7.0", "form": "nt", "alpha": 1.0},
+    ),
+    "FP8 d, from rows with factors": (
+        "fp8_gemm_epilogue",
+        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1][:2]),
+        {**TO_FP8, "epilogue": "rows+silu+fp8", "form": "nt", "alpha": 1.0},
+    ),
+    "residual": (
+        "bf16_gemm_epilogue",
+        (*BF16_ONES, HALF_ONES),
+        {"epilogue": "alpha+gelu+residual", "form": "nt", "alpha": 0.5, "residual": HALF_ONES.clone()},
+    ),
+}
+"""Other forms than those of `arguments`: an operator, its first arguments, and others by name."""
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["", "functional"])
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_finds_no_fault_with_other_forms(form: str, functional: bool) -> None:
+    name, first, named = FORMS[form]
+    operator = getattr(torch.ops.deep_gemm_jit, f"{name}_functional" if functional else name).default
+    checked = ("test_faketensor", "test_aot_dispatch_dynamic")
+    given = {key: own([value])[0] for key, value in named.items()}
+    torch.library.opcheck(operator, tuple(own(first)), given, test_utils=checked)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
