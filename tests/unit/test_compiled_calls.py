@@ -175,3 +175,16 @@ def test_recipes_layouts_and_epilogues_are_one_graph_for_all_m(layer: Callable[[
         same(compiled(x), layer(x))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_the_profiler_of_torch_shows_operators() -> None:
+    """A compiled layer's call is an operator, an eager one its autograd function: docs/modules.md says so."""
+    layer, x = deep_gemm.nn.FP8Linear(K, N), matrix(16, K)
+    seen = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        run(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run(x)
+        names = {event.key for event in profile.key_averages()}
+        seen.append(names & {"FP8Product", "deep_gemm_jit::fp8_linear"})
+    assert seen == [{"FP8Product"}, {"deep_gemm_jit::fp8_linear"}]
