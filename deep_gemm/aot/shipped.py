@@ -1,9 +1,9 @@
 """The kernels that a wheel can ship: all that calls with default options can need, on every GPU model.
 
 Nothing here names a kernel. Products come from the table of operations, and their kernels from the families' serving
-sets: whatever the selector prefers, its choice is one of them. A default call has D in the first dtype of its product,
-adds C only where the product does, has no epilogue, and compiles no sizes in. Its operands may have any layout that
-there are kernels for, and D any address.
+sets: whatever the selector prefers, its choice is one of them. A default call uses D as a layer does, or as the table
+says that others do. It has no epilogue, and compiles no sizes in. Its operands may have any layout that there are
+kernels for. A layer's D may have any address; the rows of another D begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, ops
@@ -66,8 +67,13 @@ def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
     product = ops.table.PRODUCTS[op]
     tables = {groups.segments(product.grouping, count): count for count in range(1, MOST_ENTRIES + 1)}
     counts = [count for entries, count in tables.items() if entries <= MOST_ENTRIES]
-    for of_a, of_b, aligned, count, (m, n, k) in itertools.product(MAJORS, MAJORS, (True, False), counts, SIZES):
-        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, majors=(of_a, of_b), aligned=aligned)
+    uses = [(use, aligned) for use in product.uses for aligned in (True, False) if aligned or use not in product.others]
+    every = itertools.product(uses, itertools.product(MAJORS, repeat=2), counts, SIZES)
+    for (use, aligned), majors, count, (m, n, k) in every:
+        if use.majors not in (None, majors):
+            continue
+        how: dict[str, Any] = {"majors": majors, "output": use.output, "accumulate": use.accumulate, "aligned": aligned}
+        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, **how)
         try:
             kernels.for_spec(asked, arch)
         except UnsupportedError:
