@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from deep_gemm.jit.cache import solid_writer
 from deep_gemm.jit.cache.packable import Kernel, Packable
 from deep_gemm.jit.compilers import Found, Nvrtc, find_all
 from deep_gemm.kernels import groups
-from deep_gemm.params import KernelParams
+from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.runtime import engine
+from deep_gemm.select import rules
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, Major
 
@@ -42,8 +44,9 @@ MOST_ENTRIES = 512
 """Entries of the largest table of groups for which kernels ship: 256 groups whose rows have labels, 512 others. More
 are left to the JIT: each size of the table is a kernel of its own, and no public model has so many experts on a GPU."""
 
-SIZES = ((64, 512, 8192), (8192, 8192, 8192))
-"""M, N and K. Tiles that are not persistent need few, and splits of K much K; all others take any size."""
+SIZES = ((32, 512, 8192), (256, 512, 8192), (8192, 8192, 8192))
+"""M, N and K. Tiles that are not persistent need few, and splits of K much K; all others take any size. None is from 33
+to 64 rows, for which the selector ranks 16-bit tiles of 128 rows beside swap-AB ones, and never prefers them."""
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
@@ -55,11 +58,18 @@ def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
     for op in ops.table.PRODUCTS:
         for asked in specs(op, spec):
             for family in kernels.for_spec(asked, spec):
-                for config in family.fitting(asked, family.configs(spec)):
+                for config in ranked(family, asked, family.fitting(asked, family.configs(spec))):
                     found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
         found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
     return sorted(found, key=lambda params: (params.kernel, str(params)))
+
+
+def ranked(family: GemmFamily, asked: GemmSpec, configs: Sequence[GemmConfig]) -> Sequence[GemmConfig]:
+    """Those of ``configs`` that the selector ranks for sizes such as those of ``asked``. Groups and few rows have too
+    many cases for a few sizes: all stay."""
+    alone = asked.grouping == "none" and not family.rules.few_tokens
+    return rules.worthwhile(family, asked, configs) if alone else configs
 
 
 def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
