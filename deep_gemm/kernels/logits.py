@@ -134,12 +134,12 @@ class LogitsKernel(Kernel):
 
     def default_cases(self) -> list[KernelParams]:
         """Every config, with float32 results; with bf16 those of 128 elements, as public models have."""
-        wanted = [(config, output) for config in self.configs(SM90) for output in OUTPUTS]
-        return [
+        every = [
             KernelParams(self.name, SM90.name, config, output=output)
-            for config, output in wanted
-            if output == OUTPUTS[0] or config.dim == DIMS[0]
+            for config in self.configs(SM90)
+            for output in OUTPUTS
         ]
+        return [params for params in every if params.output == OUTPUTS[0] or self.typed(params).dim == DIMS[0]]
 
     def precompile_cases(self) -> list[KernelParams]:
         """None: no GEMM calls it."""
