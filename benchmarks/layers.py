@@ -3,7 +3,8 @@
     python benchmarks/layers.py COUNT --seed 1 --min-m 1 --max-m 8192 --kept-out
 
 Each line is M x N x K, as `deep-gemm bench` and `calibrate survey` take it. Every second model is kept out of all fits:
-with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out.
+with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out. An N x K that a
+survey in results/ has is not kept out, whichever model it is of: constants, serving sets and rules come from surveys.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from functools import cache
 from pathlib import Path
 
 from deep_gemm.aot import workload
+from deep_gemm.bench.rows import PACKED
 from deep_gemm.errors import DeepGemmError
 
 MODELS = Path(__file__).with_name("models.json")
 """Sizes of forty models without experts, from the `config.json` that each was published with."""
+RESULTS = Path(__file__).with_name("results")
 
 GPUS = (1, 2, 4, 8)
 """Over how many GPUs a model's layers are divided."""
@@ -27,10 +30,17 @@ GPUS = (1, 2, 4, 8)
 
 @cache
 def layers(kept_out: bool) -> tuple[tuple[int, int], ...]:
-    """The different N x K of the models that are kept out of fits, or of the others. What both have is not kept out."""
+    """The different N x K of the models that are kept out of fits, or of the others. What both have, or a survey has,
+    is not kept out."""
     models = list(json.loads(MODELS.read_text()).values())
     found = _layers_of(models[::2])
-    return tuple(sorted(_layers_of(models[1::2]) - found if kept_out else found))
+    return tuple(sorted(_layers_of(models[1::2]) - found - _surveyed() if kept_out else found))
+
+
+def _surveyed() -> set[tuple[int, int]]:
+    """N x K of all surveys in results/, without `survey.load`, which checks each time in them."""
+    lines = (line for path in RESULTS.glob("survey*.jsonl") for line in path.read_text().splitlines())
+    return {(row["n"], row["k"]) for row in map(json.loads, lines) if row["mode"] != PACKED}
 
 
 def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:

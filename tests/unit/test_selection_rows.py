@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import layers
 import pytest
 import selection
 
 from deep_gemm.bench import survey
 from deep_gemm.bench.provenance import environment
+from deep_gemm.select import calibration
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -23,6 +25,18 @@ def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
     rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
     assert len(set(found)) == selection.COUNT
     assert found == [(row["m"], row["n"], row["k"]) for row in rows]
+
+
+def test_what_is_kept_out_of_fits_is_in_no_survey_that_a_calibration_names() -> None:
+    files = {
+        name for path in calibration.FOLDER.glob("*.json") for name in json.loads(path.read_text())["survey"]["files"]
+    }
+    assert "survey-h100.jsonl" in files
+    seen = {(row["n"], row["k"]) for row in survey.load(RESULTS / name for name in sorted(files))}
+    kept, others = set(layers.layers(kept_out=True)), set(layers.layers(kept_out=False))
+    assert len(kept) > 100
+    assert kept.isdisjoint(seen | others)
+    assert {(shape.n, shape.k) for shape in layers.draw(500, 1, kept_out=True)} <= kept
 
 
 def test_a_row_compares_the_selected_config_with_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
