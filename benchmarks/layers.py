@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -29,12 +30,13 @@ GPUS = (1, 2, 4, 8)
 
 
 @cache
-def layers(kept_out: bool) -> tuple[tuple[int, int], ...]:
+def layers(kept_out: bool, family: str = "") -> tuple[tuple[int, int], ...]:
     """The different N x K of the models that are kept out of fits, or of the others. What both have, or a survey has,
-    is not kept out."""
-    models = list(json.loads(MODELS.read_text()).values())
-    found = _layers_of(models[::2])
-    return tuple(sorted(_layers_of(models[1::2]) - found - _surveyed() if kept_out else found))
+    is not kept out. With `family`, of models only whose names begin so."""
+    models = list(json.loads(MODELS.read_text()).items())
+    known, others = models[::2], models[1::2]
+    found = _layers_of(sizes for name, sizes in (others if kept_out else known) if name.startswith(family))
+    return tuple(sorted(found - _layers_of(sizes for _, sizes in known) - _surveyed() if kept_out else found))
 
 
 def _surveyed() -> set[tuple[int, int]]:
@@ -43,7 +45,7 @@ def _surveyed() -> set[tuple[int, int]]:
     return {(row["n"], row["k"]) for row in map(json.loads, lines) if row["mode"] != PACKED}
 
 
-def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:
+def _layers_of(models: Iterable[dict[str, int]]) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for sizes in models:
         for tp in GPUS:
@@ -56,13 +58,19 @@ def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:
 
 
 def draw(
-    count: int, seed: int, kept_out: bool, min_m: int = 1, max_m: int = 8192, op: str = "fp8_gemm_nt"
+    count: int,
+    seed: int,
+    kept_out: bool,
+    min_m: int = 1,
+    max_m: int = 8192,
+    op: str = "fp8_gemm_nt",
+    family: str = "",
 ) -> list[workload.GemmShape]:
     """`count` products, the same for one seed."""
     generator, shapes = random.Random(seed), []
     for _ in range(count):
         m = round(math.exp(generator.uniform(math.log(min_m), math.log(max_m))))
-        n, k = generator.choice(layers(kept_out))
+        n, k = generator.choice(layers(kept_out, family))
         shapes.append(workload.GemmShape(m, n, k, f"models, seed {seed}", op))
     return shapes
 
@@ -74,8 +82,10 @@ def main() -> None:
     parser.add_argument("--min-m", type=int, default=1)
     parser.add_argument("--max-m", type=int, default=8192)
     parser.add_argument("--kept-out", action="store_true")
+    parser.add_argument("--family", default="", help="how the names of models in models.json begin: Llama, Qwen, ...")
     options = parser.parse_args()
-    for shape in draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m):
+    drawn = draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m, family=options.family)
+    for shape in drawn:
         print(f"{shape.m}x{shape.n}x{shape.k}")
 
 
