@@ -143,6 +143,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_of_the_sources_that_a_document_names_are_there(document: Path) -> None:
+    folders = ("deep_gemm", "jit", "templates", "benchmarks", "tests", "examples", ".ci")
+    there = {f"/{named(path)}" for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
+    text = document.read_text()
+    names = set(re.findall(r"`([\w./-]+\.(?:py|cuh|cu|jinja|jsonl))`", text))
+    names |= set(re.findall(r"python ((?:benchmarks|examples|tests)/\w+\.py)", text))
+    assert {name for name in names if not any(path.endswith(f"/{name}") for path in there)} == set()
+
+
 def commands(document: Path) -> list[list[str]]:
     """The calls of `deep-gemm` in a document's shell blocks and in its text."""
     text = document.read_text()
