@@ -44,9 +44,9 @@ MOST_ENTRIES = 512
 """Entries of the largest table of groups for which kernels ship: 256 groups whose rows have labels, 512 others. More
 are left to the JIT: each size of the table is a kernel of its own, and no public model has so many experts on a GPU."""
 
-SIZES = ((32, 512, 8192), (256, 512, 8192), (8192, 8192, 8192))
-"""M, N and K. Tiles that are not persistent need few, and splits of K much K; all others take any size. None is from 33
-to 64 rows, for which the selector ranks 16-bit tiles of 128 rows beside swap-AB ones, and never prefers them."""
+SIZES = ((64, 512, 8192), (256, 512, 8192), (8192, 8192, 8192))
+"""M, N and K. Tiles that are not persistent need few, and splits of K much K. Of 16-bit tiles up to 64 rows rank others
+than more rows. All others take any size."""
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
@@ -57,19 +57,32 @@ def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
     found: dict[KernelParams, None] = {}
     for op in ops.table.PRODUCTS:
         for asked in specs(op, spec):
-            for family in kernels.for_spec(asked, spec):
-                for config in ranked(family, asked, family.fitting(asked, family.configs(spec))):
-                    found[family.params(asked, config, spec)] = None
+            for family, config in ranked(asked, spec):
+                found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
         found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
     return sorted(found, key=lambda params: (params.kernel, str(params)))
 
 
-def ranked(family: GemmFamily, asked: GemmSpec, configs: Sequence[GemmConfig]) -> Sequence[GemmConfig]:
-    """Those of ``configs`` that the selector ranks for sizes such as those of ``asked``. Groups and few rows have too
-    many cases for a few sizes: all stay."""
-    alone = asked.grouping == "none" and not family.rules.few_tokens
-    return rules.worthwhile(family, asked, configs) if alone else configs
+def ranked(asked: GemmSpec, arch: ArchSpec) -> list[tuple[GemmFamily, GemmConfig]]:
+    """The kernels that the selector may choose for sizes such as those of ``asked``. Groups and few rows have too many
+    cases for a few sizes: all of them that fit are here."""
+    found: list[tuple[GemmFamily, GemmConfig]] = []
+    for family in kernels.for_spec(asked, arch):
+        configs: Sequence[GemmConfig] = family.fitting(asked, family.configs(arch))
+        alone = asked.grouping == "none" and not family.rules.few_tokens
+        found += [(family, c) for c in (rules.worthwhile(family, asked, configs) if alone else configs)]
+    plain = {_place(config) for _, config in found if not config.swap_ab}
+    # Beside the same tile of another family, a swap-AB tile of many rows only transposes D as well.
+    return [each for each in found if not _is_turned(*each) or _place(each[1]) not in plain]
+
+
+def _is_turned(family: GemmFamily, config: GemmConfig) -> bool:
+    return config.swap_ab and not family.rules.few_tokens
+
+
+def _place(config: GemmConfig) -> tuple[tuple[int, int], int, int]:
+    return config.tile, config.cluster_m, config.cluster_n
 
 
 def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
