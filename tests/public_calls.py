@@ -234,6 +234,7 @@ CALLS: dict[str, PublicCall] = {
     "quantize.blocks": cast(quantize.blocks, "tile"),
     "quantize.blocks_transposed": cast(quantize.blocks_transposed, "tile", transposed=True),
     "quantize.blocks_and_transpose": cast(quantize.blocks_and_transpose, "tile", "tile"),
+    "quantize.rows_and_blocks_transposed": cast(quantize.rows_and_blocks_transposed, "row", "tile"),
     "quantize.spread": torch_does(quantize.spread, x=((M, K), F32)),
     "quantize.rows fresh": cast(quantize.rows, read=("rows",)),
     "quantize.rows_and_columns fresh": cast(quantize.rows_and_columns),
