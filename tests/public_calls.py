@@ -328,6 +328,8 @@ OTHERS = frozenset(
         "nn.MoE",
         "nn.Report",
         "nn.Routing",
+        "nn.SpreadReport",
+        "nn.check_spread",
         "nn.convert",
         "nn.load_checkpoint",
         "backends.Backend",
