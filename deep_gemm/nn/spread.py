@@ -113,7 +113,13 @@ def check_spread(model: nn.Module) -> Iterator[SpreadReport]:
 
     def before(layer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         x = args[0] if args else named.get("x")
-        if isinstance(x, Tensor) and x.dim() and x.is_floating_point() and not torch.compiler.is_compiling():
+        if (
+            isinstance(x, Tensor)
+            and x.dim()
+            and x.numel()
+            and x.is_floating_point()
+            and not torch.compiler.is_compiling()
+        ):
             report.add(layers[layer], x.detach().reshape(-1, x.shape[-1]))
 
     def of_experts(mixture: MoE, x: Tensor, routing: Routing) -> None:
