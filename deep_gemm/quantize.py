@@ -170,6 +170,31 @@ def blocks_and_transpose(
     return first, second
 
 
+def rows_and_blocks_transposed(
+    x: Tensor,
+    *,
+    out: tuple[Quantized, Quantized] | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    gated: bool = False,
+    row_major: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """The results of `rows` and `blocks_transposed`, from one pass over x: the input of a linear layer for its forward
+    product, and for a weight gradient of the mixed recipe, (1, 128, 128).
+
+    >>> rows, transposed = deep_gemm.quantize.rows_and_blocks_transposed(torch.ones(16, 256))
+    >>> [scales.shape for _, scales in (rows, transposed)]
+    [torch.Size([16, 2]), torch.Size([2, 1])]
+    """
+    first, second = (
+        _two(out)
+        if out is not None
+        else (_empty(x, "row", gated, row_major=row_major), _empty(x, "tile", gated, transposed=True))
+    )
+    ops.both(x, first, second, "row", "tile", use_ue8m0, epsilon, gated)
+    return first, second
+
+
 def spread(x: Tensor) -> Tensor:
     """How far apart the columns of x are in each block of 128 x 128: (ceil(M / 128), ceil(K / 128)) float32.
 

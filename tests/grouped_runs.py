@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from grouped_cases import BF16, Case, Routing, strides
-from k_grouped_cases import DEVICE, exact, operands, sizes
+from k_grouped_cases import DEVICE, MIXED_RECIPE, exact, operands, sizes
 
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
@@ -95,13 +95,13 @@ def along_m(params: KernelParams, builder: Builder) -> None:
 
 
 def along_k(params: KernelParams, builder: Builder) -> None:
-    kind = kind_of(params)
-    m, n = 200, 328
+    kind, m, n = "mixed" if params.scaling == "1d2d" else kind_of(params), 200, 328
     a, b = operands(kind, m, n, KS)
     before = torch.randint(-9, 10, (len(KS), m, n), device=DEVICE).float()
     d = guarded_copy(before)
-    operation = KGrouped(table.K_FP8 if kind == "fp8" else table.K_BF16, accumulates=True)
+    operation = KGrouped(table.K_BF16 if kind == "bf16" else table.K_FP8, accumulates=True)
     given = {"a": a, "b": b, "d": d.tensor, "grouped_layout": sizes(KS), "c": d.tensor}
+    given |= {"recipe": MIXED_RECIPE} if kind == "mixed" else {}
     launch(operation, given, params.config, builder)
     d.check("d")
     assert torch.equal(d.tensor, exact(kind, a, b, KS, m, n, before).float())
