@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import torch
+from forced import in_launches
 from grouped_cases import BF16, Case, Routing, strides
 from k_grouped_cases import DEVICE, exact, operands, sizes
 
-from deep_gemm import kernels, select
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.ops import table
@@ -32,7 +32,7 @@ def launch(operation: Any, arguments: dict[str, Any], config: Config, builder: B
     itself."""
     device = torch.cuda.current_device()
     x = operation.check(**arguments)
-    with mock.patch.object(select.Casting, "launches", 1):
+    with in_launches(1):
         work = operation.work(x, device)
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
