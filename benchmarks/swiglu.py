@@ -5,8 +5,8 @@ kernel. And FP8 output of a layer without a gate, against a product with its act
 
 times single calls with a cold L2 (`timing.flush`), and calls in a graph (`timing.graph`), each with weights of its own,
 on one GPU. A row for each case goes to FILE, and a line to the terminal: microseconds, and the time of the steps apart
-over that of one call, "fused". Dense calls take one launch or two: "one" and "two" are both, whatever is chosen. A table
-of these comes last, in which "lost" is the time of the chosen way over that of the better one.
+over that of one call, "fused". Dense calls take one launch or two: "one" and "two" are both, whatever is chosen. A
+table of these comes last, in which "lost" is the time of the chosen way over that of the better one.
 """
 
 from __future__ import annotations
