@@ -58,7 +58,8 @@ def test_fp8_output_of_any_number_of_tokens_compiles_nothing(cache_dir: Path) ->
     with settings.override(forbid_compile=True):
         for m in (1, 5, 17, 64, 65, 200, 341, 342, 500, 1100):
             a, b = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
-            d = deep_gemm.quantize.rows(torch.zeros(m, n // 2, device="cuda"))
+            values = torch.empty(m, n // 2, device="cuda", dtype=torch.float8_e4m3fn)
+            d = values, torch.empty(n // 256, m, device="cuda").t()
             deep_gemm.bf16_gemm_nt(a, b, d, epilogue=deep_gemm.Epilogue(activation="swiglu"))
             launches.add(deep_gemm.debug_info()["castings"][-1]["launches"])
     assert launches == {1, 2}
