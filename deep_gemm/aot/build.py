@@ -32,7 +32,7 @@ from deep_gemm.log import counted, log
 from deep_gemm.ops.epilogue import Epilogues, epilogue_texts
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.select import tuner
+from deep_gemm.select import casts, tuner
 from deep_gemm.spec import GemmSpec, Spec, align
 
 
@@ -98,7 +98,7 @@ def _launches(shape: GemmShape, arch: archs.ArchSpec, card: Card, num_sms: int |
     sms = num_sms or card.sms
     asked = spec_of(shape, arch, sms, sms >= card.sms)
     for invariant in (False, True):
-        yield from select.all_launches(replace(asked, batch_invariant=invariant), arch, card.calibration)
+        yield from casts.all_launches(replace(asked, batch_invariant=invariant), arch, card.calibration)
 
 
 def _chosen(spec: Spec, arch: archs.ArchSpec, rank: Callable[[GemmSpec], list[select.Choice]]) -> KernelParams:

@@ -73,13 +73,14 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     from deep_gemm.aot import build
     from deep_gemm.kernels import epilogues
     from deep_gemm.runtime import engine
+    from deep_gemm.select import casts
 
     spec = archs.get(arch)
     if why := build.refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"Every call with {shape} is refused: {why}")
     asked = build.spec_of(shape, spec, num_sms)
     both = epilogues.apart(asked)
-    casting = both and select.casting(asked, spec)
+    casting = both and casts.casting(asked, spec)
     if both and casting and casting.launches == 2:
         asked = both[0]
     ranked = select.rank(asked, spec)

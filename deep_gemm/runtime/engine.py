@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from deep_gemm.runtime.debug_record import debug_info, dump_debug_info
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, QuantizeSpec, Spec
+
+if TYPE_CHECKING:
+    from deep_gemm.select.casts import Casting
 
 __all__ = [
     "Plan",
@@ -94,7 +97,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 _plans: dict[tuple[Spec, int], Plan] = {}
-_castings: dict[tuple[GemmSpec, int], select.Casting] = {}
+_castings: dict[tuple[GemmSpec, int], Casting] = {}
 _functions: dict[Hashable, tuple[Function, Binary]] = {}
 
 
@@ -158,7 +161,9 @@ def launches(spec: GemmSpec, device: int) -> tuple[GemmSpec, QuantizeSpec | None
         return spec, None
     found = _castings.get((spec, device))
     if found is None:
-        found = select.casting(spec, archs.for_device(device), calibration_of(device))
+        from deep_gemm.select import casts  # here, so that processes without such products do not import it
+
+        found = casts.casting(spec, archs.for_device(device), calibration_of(device))
         entry = {"device": device, **asdict(found)}
         debug_record.add_casting((spec, device), lambda: {"spec": asdict(spec), **entry})
         if settings.print_configs:

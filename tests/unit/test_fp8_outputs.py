@@ -22,7 +22,7 @@ from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
 from deep_gemm.kernels.quantize import FEW_ROWS, SOME_ROWS
 from deep_gemm.ops.reference import ACTIVATIONS
 from deep_gemm.runtime import engine
-from deep_gemm.select import calibration, representative, representatives
+from deep_gemm.select import calibration, casts, representative, representatives
 from deep_gemm.select.heuristic import least
 from deep_gemm.spec import GemmSpec
 
@@ -180,7 +180,7 @@ FEW, MANY = (1, 1536, 2048), (300, 1536, 256)
 
 def launches(m: int, n: int, k: int, op: str = FP8, text: str = "swiglu+fp8", card: str = H200, **more: Any) -> int:
     asked = replace(ops.spec(m, n, k, 132, op, epilogue=text, output="e4m3", aligned=True), **more)
-    return select.casting(asked, SM90, calibration.for_device(card)).launches
+    return casts.casting(asked, SM90, calibration.for_device(card)).launches
 
 
 SIZES = {
@@ -310,7 +310,7 @@ def test_both_ways_have_one_order_of_sums_under_batch_invariance() -> None:
     split: dict[bool, set[int]] = {True: set(), False: set()}
     for value, m in itertools.product(split, representatives(256)):
         asked = replace(spec(m, 512, "fp8"), batch_invariant=value)
-        for each in select.all_launches(asked, SM90, calibration.default()):
+        for each in casts.all_launches(asked, SM90, calibration.default()):
             if isinstance(each, GemmSpec):
                 assert each.batch_invariant is value
                 split[value].add(select.select(each, SM90).config.k_splits)
