@@ -31,9 +31,15 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS, CHARTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "charts"
 
 OVERVIEW = "fp8-overview"
-EVERY = {OVERVIEW: "reference", "fp8-flush-ratio": "reference", "bf16-flush-ratio": "bf16"}
+MODEL = "transformers-model"
+EVERY = {
+    OVERVIEW: "reference",
+    "fp8-flush-ratio": "reference",
+    "bf16-flush-ratio": "bf16",
+    MODEL: "transformers-h200",
+}
 """The charts, and their files of rows. They show the first operation of the file, in single calls; the overview shows
-graphs too, and of single calls those from `PREFILL` tokens on."""
+graphs too, and of single calls those from `PREFILL` tokens on. The one of a model shows all rows."""
 PREFILL = 128
 
 WIDTH = 8.4
@@ -84,6 +90,14 @@ SERIES = (
 )
 """In the order in which they are drawn: ours comes last, on top."""
 
+WAYS = {
+    "BF16": ("bfloat16, cuBLAS", 0),
+    "Transformers": ("FP8, Transformers with Triton", 1),
+    "compat": ("FP8, Transformers with deep_gemm", 2),
+    "nn": ("FP8, deep_gemm.nn", -1),
+}
+"""How `examples/transformers_model.py` serves a model: what the chart calls each way, and its `Series.peer`."""
+
 BASES = ("us_tensorwise", "us_cublaslt")
 """What ratios are relative to."""
 
@@ -93,7 +107,10 @@ FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
 
 def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
     """The rows that a chart of `EVERY` shows."""
-    rows = latest(load(results / f"{EVERY[name]}.jsonl"))
+    rows = load(results / f"{EVERY[name]}.jsonl")
+    if name == MODEL:
+        return rows
+    rows = latest(rows)
     rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
     if name == OVERVIEW:
         return [row for row in rows if row["mode"] == "graph" or (row["mode"] == "flush" and row["m"] >= PREFILL)]
@@ -107,7 +124,10 @@ def digest(rows: Sequence[Row]) -> str:
 
 def svg(rows: Sequence[Row], theme: Theme) -> str:
     """A chart as the text of an SVG file; the same for the same rows and matplotlib."""
-    if len({row["mode"] for row in rows}) > 1:
+    if "part" in rows[0]:
+        figure = new_figure(theme, WIDTH, 3.6)
+        model(figure, rows, theme)
+    elif len({row["mode"] for row in rows}) > 1:
         figure = new_figure(theme, *PHONE)
         overview(figure, rows, theme)
     else:
@@ -164,6 +184,32 @@ def overview(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     said = f"fp8_gemm_nt. {', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Higher is faster.\n"
     said += f"Lines: geometric means over {shapes} N x K. Band: all of these."
     figure.supxlabel(f"M (tokens)\n{said}", fontsize=8.5, color=theme.text, linespacing=1.5)
+
+
+def model(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """The losses of a model that is trained in two ways, and how fast it is served, relative to the default way."""
+    losses, speeds = figure.subplots(1, 2, width_ratios=(2, 3))
+    trained = {row["way"]: row["losses"] for row in rows if row["part"] == "training"}
+    for way, peer in (("BF16", 0), ("FP8", -1)):
+        losses.plot(trained[way], color=Series("", "", "", "", peer).colour(theme), linewidth=1.6)
+    losses.set_title("Training: loss at each step", fontsize=10, color=theme.text, pad=4)
+    served = {(row["way"], row["batch"]): row for row in rows if row["part"] == "serving"}
+    batches = sorted({batch for _, batch in served})
+    groups = [(field, batch) for field in ("prefill_per_s", "generated_per_s") for batch in batches]
+    for at, (way, (name, peer)) in enumerate(WAYS.items()):
+        colour = Series("", "", "", "", peer).colour(theme)
+        found = [served[way, batch][field] / served["Transformers", batch][field] for field, batch in groups]
+        places = [index + (at - (len(WAYS) - 1) / 2) / (len(WAYS) + 1) for index in range(len(groups))]
+        speeds.bar(places, found, 1 / (len(WAYS) + 1), label=name, color=colour)
+    labels = [f"{field.partition('_')[0]},\nbatch {batch}" for field, batch in groups]
+    speeds.set_xticks(range(len(groups)), [label.replace("generated", "generation") for label in labels])
+    speeds.set_title("Serving: tokens a second, Triton = 1", fontsize=10, color=theme.text, pad=4)
+    figure.legend(*speeds.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=8.5)
+    for axis in (losses, speeds):
+        axis.grid(color=theme.grid, linewidth=0.7, axis="y")
+    cards, dates = ({str(row[field]) for row in rows} for field in ("device", "date"))
+    said = f"{', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Lower losses are better; higher speeds are faster."
+    figure.supxlabel(said, fontsize=8.5, color=theme.text)
 
 
 def new_figure(theme: Theme, width: float, height: float) -> Any:

@@ -2,10 +2,14 @@
 
     python benchmarks/linear.py [--output FILE] [--only LAYER ...]
 
-times a training step of one layer on one GPU: forward, input gradient, weight gradient, and all casts, of the weight
-too. Steps are launched back to back, eagerly and compiled by torch, and the layers take turns. "host" is the time that
-Python takes to launch a step: where it is longer than the GPU's, it is what counts. A row for each goes to FILE, and
-the table to the terminal. "x eager" is the speed of a compiled layer relative to the same one that is not compiled.
+times a training step on one GPU: forward, input gradient, weight gradient, and all casts, of the weight too. Steps are
+launched back to back, eagerly and compiled by torch, and the layers take turns. "host" is the time that Python takes to
+launch a step: where it is longer than the GPU's, it is what counts. A row for each goes to FILE, and the table to the
+terminal. "x eager" is the speed of compiled layers relative to the same that are not compiled.
+
+Torch needs some time of the host for each compiled graph, however small that is. So a stack of layers, each with the
+sizes of the one before in turn, is compiled too, also in torch's mode "reduce-overhead", by CUDA graphs. Its times are
+those of one of its layers.
 """
 
 from __future__ import annotations
@@ -44,6 +48,10 @@ LAYERS: dict[str, Callable[..., Any]] = {
     ),
 }
 COMPILED = (BASE, "FP8Linear", "FP8Linear mixed", "FP8Linear, bias")
+STACKED = (BASE, "FP8Linear")
+STACK = 8
+"""Layers in a stack."""
+GRAPHS = ", compiled, CUDA graphs"
 
 
 def with_main_grad(layer: Any) -> Any:
@@ -53,7 +61,8 @@ def with_main_grad(layer: Any) -> Any:
 
 def step(layer: Any, x: Tensor, dy: Tensor) -> None:
     """A step of training without an optimizer."""
-    x.grad = layer.weight.grad = None
+    x.grad = None
+    layer.zero_grad()
     layer(x).backward(dy)
 
 
@@ -77,11 +86,33 @@ def steps(
     return found
 
 
+def stacks(size: tuple[int, int, int], device: str, only: Sequence[str] = ()) -> dict[str, Callable[[], None]]:
+    """A step of a stack of each layer, by its name, as `steps` has them."""
+    m, n, k = size
+    place: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    x = torch.randn(m, k, device=device).bfloat16().requires_grad_()
+    dy = torch.randn(m, k, device=device).bfloat16()
+    found: dict[str, Callable[[], None]] = {}
+    for name in STACKED:
+        if only and name not in only:
+            continue
+        title = f"{name} x {STACK}"
+        for end, options in (("", None), (", compiled", {}), (GRAPHS, {"mode": "reduce-overhead"})):
+            layers = [LAYERS[name](*((k, n) if at % 2 == 0 else (n, k)), **place) for at in range(STACK)]
+            stack: Any = torch.nn.Sequential(*layers)
+            if options is not None:
+                stack = torch.compile(stack, fullgraph=True, **options)
+            found[title + end] = lambda stack=stack: step(stack, x, dy)
+    return found
+
+
 def measure(size: tuple[int, int, int], only: Sequence[str] = ()) -> dict[str, tuple[float, float]]:
     """Microseconds of a step on the GPU, back to back, and of its launches on the host, by layer: medians."""
     calls = steps(size, "cuda", only=only)
+    if size == SIZES[0]:
+        calls |= stacks(size, "cuda", only)
     for call in calls.values():
-        for _ in range(3):
+        for _ in range(5):
             call()
     samples: timing.Samples = {name: [] for name in calls}
     hosts: timing.Samples = {name: [] for name in calls}
@@ -93,8 +124,12 @@ def measure(size: tuple[int, int, int], only: Sequence[str] = ()) -> dict[str, t
             start = time.perf_counter()
             call()
             hosts[name].append((time.perf_counter() - start) * 1e6)
-    least = {name: min(values) for name, values in hosts.items()}
-    return {name: (us, least[name]) for name, us in timing.medians(samples).items()}
+    least = {name: min(values) / layers_of(name) for name, values in hosts.items()}
+    return {name: (us / layers_of(name), least[name]) for name, us in timing.medians(samples).items()}
+
+
+def layers_of(name: str) -> int:
+    return STACK if f" x {STACK}" in name else 1
 
 
 def table(size: tuple[int, int, int], found: Mapping[str, tuple[float, float]]) -> str:
@@ -103,12 +138,13 @@ def table(size: tuple[int, int, int], found: Mapping[str, tuple[float, float]]) 
     least = f", at least {LEAST[size]} is wanted" if size in LEAST else ""
     lines = [
         f"M={m} N={n} K={k}: forward and backward{least}",
-        f"{'':32}{'us':>8}{'x bf16':>8}{'host us':>9}{'x eager':>9}",
+        f"{'':40}{'us':>8}{'x bf16':>8}{'host us':>9}{'x eager':>9}",
     ]
     for name, (us, host) in found.items():
-        eager, compiled, _ = name.partition(", compiled")
+        eager, compiled, graphs = name.partition(", compiled")
         against = f"{found[eager][0] / us:9.2f}" if compiled else ""
-        lines.append(f"{name:32}{us:8.1f}{found[BASE + compiled][0] / us:8.2f}{host:9.1f}{against}")
+        base = found[BASE + (f" x {STACK}" if layers_of(name) > 1 else "") + compiled + graphs][0]
+        lines.append(f"{name:40}{us:8.1f}{base / us:8.2f}{host:9.1f}{against}")
     return "\n".join(lines)
 
 

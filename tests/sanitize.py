@@ -4,10 +4,10 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
-Needs a GPU. API errors are not reported, since cuda-bindings asks the driver for functions that it lacks. The kernels
-cover each tile, cluster, way to split K and so on of each family's serving set (see `cover.py`). `--every 1` takes
-every config of these sets, `--every N` one in N. Each kernel runs twice: alone, and then right behind itself as a
-programmatic dependent launch with a weight promise.
+Needs a GPU. API errors are not reported: the package raises those of its own calls. The kernels cover each tile,
+cluster, way to split K and so on of each family's serving set (see `cover.py`). `--every 1` takes every config of these
+sets, `--every N` one in N. Each kernel runs twice: alone, and then right behind itself as a programmatic dependent
+launch with a weight promise.
 
 `--racecheck` compiles headers that racecheck can follow; `--race NAME` adds a mistake that it must report, in a kernel
 that shows it: see `racecheck_headers.py`. `--name` selects kernels.
@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import batched_cases
 import batched_mutations
+import epilogue_mutations
+import epilogue_runs
 import gated_mutations
 import gated_runs
 import grouped_mutations
@@ -68,6 +70,8 @@ OTHERS: list[KernelParams] = [
 ]
 """16-bit kernels, and FP8 kernels with any scaling, of every kind."""
 
+EPILOGUES = [params for params in epilogue_mutations.KERNELS.values() if params.grouping == "none"]
+
 GROUPED: list[KernelParams] = [*grouped_mutations.KERNELS.values(), *gated_mutations.KERNELS.values()]
 """Kernels with groups, and those with a gate."""
 
@@ -80,7 +84,7 @@ def chosen(every: int) -> list[KernelParams]:
 
 def everyone(every: int) -> list[KernelParams]:
     """All but grouped and batched GEMMs and casts: dense GEMMs, logits, the prenorm product, functions of rows."""
-    return [*chosen(every), *OTHERS, *logit_runs.RUNS, *rows_runs.RUNS]
+    return [*chosen(every), *OTHERS, *EPILOGUES, *logit_runs.RUNS, *rows_runs.RUNS]
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -113,6 +117,17 @@ def run_other(params: KernelParams, function: Function, stream: int) -> bool:
         exact = given["a"].double() @ given["b"].double().t()
     exact = exact + (0 if params.accumulate == "none" else c.double())
     return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
+
+
+def is_right_alone(params: KernelParams, function: Function, stream: int) -> bool | None:
+    """Whether a kernel that has a check of its own is right; None for one of `chosen`."""
+    if params in logit_runs.RUNS:
+        return logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right()
+    if params in rows_runs.RUNS:
+        return rows_runs.RUNS[params].is_right(function, launches=2)
+    if params in EPILOGUES:
+        return epilogue_runs.is_right(params, function)
+    return run_other(params, function, stream) if params in OTHERS else None
 
 
 def oracle(params: KernelParams) -> Callable[[KernelParams, Builder], bool]:
@@ -160,18 +175,8 @@ def main(every: int, racecheck: bool, race: str | None, name: str) -> None:
         functions = {params: load(params, binary.result()) for params, binary in binaries.items()}
     stream, wrong, count = torch.cuda.current_stream().cuda_stream, 0, len(functions)
     for params, function in functions.items():
-        if params in logit_runs.RUNS:
-            if not logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right():
-                wrong += 1
-                print(f"wrong: {params}")
-            continue
-        if params in rows_runs.RUNS:
-            if not rows_runs.RUNS[params].is_right(function, launches=2):
-                wrong += 1
-                print(f"wrong: {params}")
-            continue
-        if params in OTHERS:
-            if not run_other(params, function, stream):
+        if (right := is_right_alone(params, function, stream)) is not None:
+            if not right:
                 wrong += 1
                 print(f"wrong: {params}")
             continue

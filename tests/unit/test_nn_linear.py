@@ -320,6 +320,10 @@ def test_steps_of_linear_layers_run_and_their_table_is_short() -> None:
     assert [line.split()[-2] for line in lines if line.startswith("FP8Linear  ")] == ["1.25"]
     assert len(lines) == 2 + len(calls)
     assert list(linear.steps((32, 64, 48), "cpu", False, [linear.BASE, "FP8Linear"])) == [linear.BASE, "FP8Linear"]
+    for name, call in linear.stacks((32, 64, 48), "cpu").items():
+        if ", compiled" not in name:
+            call()
+        assert linear.layers_of(name) == 8
     times = dict.fromkeys((linear.BASE, f"{linear.BASE}, compiled"), (100.0, 10.0))
     times |= {"FP8Linear": (80.0, 10.0), "FP8Linear, compiled": (50.0, 20.0)}
     assert linear.table((1, 2, 3), times).splitlines()[-1].split()[2:] == ["50.0", "2.00", "20.0", "1.60"]
