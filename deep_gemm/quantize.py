@@ -41,8 +41,7 @@ from deep_gemm import arch
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import cast_reference, checks
 from deep_gemm.ops import quantize as ops
-from deep_gemm.ops.cast_reference import AMAX_MIN
-from deep_gemm.spec import SCALE_BLOCK, Blocks
+from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, Blocks
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]
 """Values and scales."""
