@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..records import record
+from ..spec import AMAX_MIN, GemmSpec, Operand, QuantizeSpec, float_bits
 from .base import Argument, Strides, Value, parameters
 from .expressions import MARK, Expression
 
@@ -73,7 +74,7 @@ class Parts:
         if self.is_gated:
             limit = float("inf") if self.clamp is None else self.clamp
             turns = ", true" if self.interleaved else ""
-            activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}{turns}>"
+            activation += f"<0x{float_bits(limit):08x}{turns}>"
         flags = [str(flag).lower() for flag in (self.alpha, self.row_factor, self.residual)]
         powers = ", true" if self.cast == "ue8m0" else ""
         return f"{activation}, {flags[0]}, {flags[1]}, {_ELEMENTS[self.bias]}, {flags[2]}{powers}"
@@ -123,3 +124,14 @@ def parse(text: str) -> Parts:
     expression = Expression.parse(own) if own else None
     own_parts = bias, activation, "residual" in words, clamp, cast, expression, "interleaved" in words
     return Parts("alpha" in words, "rows" in words, *own_parts)
+
+
+def apart(spec: GemmSpec) -> tuple[GemmSpec, QuantizeSpec] | None:
+    """Two launches that compute what ``spec`` does in one, if D is FP8 and there are no groups: the product with a
+    contiguous float32 D, and the cast of it, that of `deep_gemm.quantize.rows`. None for others."""
+    if spec.d.dtype != "e4m3" or spec.grouping != "none":
+        return None
+    parts, epsilon = parse(spec.epilogue), float_bits(AMAX_MIN)
+    columns, powers = spec.n // 2 if parts.is_gated else spec.n, parts.cast == "ue8m0"
+    product = replace(spec, d=Operand("f32", "mn"), epilogue=str(replace(parts, cast="")))
+    return product, QuantizeSpec(spec.m, columns, "f32", "row", "none", epsilon=epsilon, power_of_two=powers)

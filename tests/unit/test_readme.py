@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
     assert rows[0]["date"] in light
 
 
+def test_losses_are_drawn_as_means_and_a_band(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    origin = {"mode": "losses", "device": "a card", "date": "2026-11-28", "every": 10}
+    curves = {("BF16", 0): [4.0, 2.0], ("BF16", 1): [4.0, 1.0], ("FP8", 0): [5.0, 3.0], ("FP8 mixed", 0): [6.0, 0.5]}
+    rows = [{"way": way, "seed": seed, "losses": found, **origin} for (way, seed), found in curves.items()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(doc_charts.EVERY, doc_charts.LOSSES, "rows")
+        assert doc_charts.rows_of(doc_charts.LOSSES, tmp_path) == rows
+    theme = doc_charts.THEMES["light"]
+    figure = doc_charts.new_figure(theme, 8, 4)
+    doc_charts.losses(figure, rows, theme)
+    (axis,) = figure.axes
+    assert [list(line.get_ydata()) for line in axis.lines] == [[4.0, 1.5], [5.0, 3.0], [6.0, 0.5]]
+    assert list(axis.lines[0].get_xdata()) == [5.0, 15.0]
+    band = axis.collections[0].get_paths()[0].vertices
+    assert set(band[band[:, 0] == 15][:, 1]) == {1.0, 2.0}
+    text = doc_charts.svg(rows, theme)
+    assert all(word in text for word in ("FP8, mixed", "a card", "2026-11-28", f"rows {doc_charts.digest(rows)}"))
+
+
 def test_the_overview_shows_means_and_a_band_and_fits_a_phone() -> None:
     pytest.importorskip("matplotlib")
 
@@ -141,6 +163,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         target = document.parent / path if path else document
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_of_the_sources_that_a_document_names_are_there(document: Path) -> None:
+    folders = ("deep_gemm", "jit", "templates", "benchmarks", "tests", "examples", ".ci")
+    there = {f"/{named(path)}" for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
+    text = document.read_text()
+    names = set(re.findall(r"`([\w./-]+\.(?:py|cuh|cu|jinja|jsonl))`", text))
+    names |= set(re.findall(r"python ((?:benchmarks|examples|tests)/\w+\.py)", text))
+    assert {name for name in names if not any(path.endswith(f"/{name}") for path in there)} == set()
 
 
 def commands(document: Path) -> list[list[str]]:
@@ -255,13 +287,24 @@ def test_rows_of_another_operation_do_not_replace_each_other(tmp_path: Path) -> 
     row = make_row(shapes.GemmShape(4096, 2112, 7168), "flush", {"ours": 5.0, "tensorwise": 9.0}, {}) | ORIGIN
     append(tmp_path / "reference.jsonl", row)
     for form, ours in (("nt", 5.0), ("tn", 10.0)):
-        problem = shapes.posed([shapes.GemmShape(4096, 2112, 7168)], f"bf16_gemm_{form}")[0]
+        problem = shapes.posed([shapes.GemmShape(4096, 8192, 7168)], f"bf16_gemm_{form}")[0]
         for file in ("bf16.jsonl", "models-h100.jsonl"):
             append(tmp_path / file, make_row(problem, "flush", {"ours": ours, "cublaslt": 10.0}, {}) | ORIGIN)
     text = readme.numbers(tmp_path)
     assert "| bf16_gemm_nt, flush | >= 1000 | 1 | **2.000** |" in text
     assert "| bf16_gemm_tn, flush | >= 1000 | 1 | **1.000** |" in text
     assert "| `bf16_gemm_nt`, GPU | single calls | 4096-4096 | 1 | **2.00** |" in readme.speed_table(tmp_path)
+
+
+def test_rows_of_a_surveyed_n_and_k_are_in_no_table_of_drawn_products(tmp_path: Path) -> None:
+    """Rows stay where they are when a later survey has their N x K. No fit may have seen what a claim is made on."""
+    for m, n, k, ours in ((64, 8192, 7168, 5.0), (65, 7168, 8192, 20.0), (66, 57344, 8192, 20.0)):
+        row = make_row(shapes.GemmShape(m, n, k), "flush", {"ours": ours, "tensorwise": 10.0}, {})
+        append(tmp_path / "models-h200.jsonl", row | ORIGIN)
+        append(tmp_path / "models-h200.jsonl", row | ORIGIN | {"m": m + 100})
+    assert "| `fp8_gemm_nt`, GPU | single calls | 164-164 | 1 | **2.00** |" in readme.speed_table(tmp_path)
+    assert "| `fp8_gemm_nt`, GPU, single calls | 129 to 512 | 1 | 2.000 | 2.000 |" in readme.drawn_table(tmp_path)
+    assert "65 to 128" not in readme.drawn_table(tmp_path)
 
 
 def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:
