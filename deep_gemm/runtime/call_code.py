@@ -102,7 +102,7 @@ def _body(operation: Operation, calls: str) -> list[str]:
     return [
         "try:",
         *(f"    {name}_0, {name}_1 = {own[name]}" for name in pairs),
-        f"    device = device_of[type({output})]({output})",
+        f"    device = device_of[{output}.__class__]({output})",
         f"    key = ({', '.join(key)})",
         f"    rest = ({', '.join(rest)},)",
         f"    call = {calls}.warm.get(key)",
