@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -80,6 +80,7 @@ class Epilogue:
     use_ue8m0: bool = False
     interleaved: bool = False
     text: str = field(init=False, repr=False)
+    fp8_text: str = field(init=False, repr=False)
     parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
@@ -123,16 +124,16 @@ class Epilogue:
         clamp = None if self.clamp is None else abs(float(self.clamp))
         expression = own.expression if own else None
         dtypes = tuple([(name, tensor.dtype) for name, tensor in tensors.items()])
-        parts, text = _parts(dtypes, has_number, activation, clamp, expression, self.interleaved)
+        is_traced = torch.compiler.is_compiling()  # which would warn of the cache
+        make = _made if is_traced else _parts
+        parts, text, fp8_text = make(
+            dtypes, has_number, activation, clamp, expression, self.interleaved, self.use_ue8m0
+        )
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        for name, value in (("text", text), ("parts", parts), ("number", number), ("tensors", tensors)):
+        found = {"text": text, "fp8_text": fp8_text, "parts": parts, "number": number, "tensors": tensors}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def fp8_text(self) -> str:
-        """The text if d is FP8 with scales."""
-        return _fp8_text(self.parts, "ue8m0" if self.use_ue8m0 else "1x128")
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""
@@ -200,32 +201,31 @@ class Epilogue:
         return cls(activation=custom_activation(name, body, rows, columns, reference), **parts)
 
 
-@functools.cache
-def _parts(
+def _made(
     dtypes: tuple[tuple[str, torch.dtype], ...],
     alpha: bool,
     activation: str,
     clamp: float | None,
     expression: Expression | None,
     interleaved: bool,
-) -> tuple[Parts, str]:
-    """The parts with tensors of these dtypes, and their text. Refuses those that cannot be."""
-    given: dict[str, Any] = {}
+    use_ue8m0: bool,
+) -> tuple[Parts, str, str]:
+    """The parts with tensors of these dtypes, their text, and that if d is FP8. Refuses those that cannot be."""
+    given: dict[str, Any] = {"alpha": alpha, "activation": activation, "clamp": clamp, "expression": expression}
+    given["interleaved"] = interleaved
     for part in PARTS:
         for dtype in (dtype for name, dtype in dtypes if name == part.name):
             given[part.name] = part.given(DTYPES.get(dtype, ""))
             if part.dtypes and DTYPES.get(dtype) not in part.dtypes:
                 known = " or ".join(str(TORCH[each]) for each in part.dtypes)
                 raise InvalidInputError(f"{part.name} of an epilogue must be {known}, but it is {dtype}.")
-    parts = Parts(alpha, activation=activation, clamp=clamp, expression=expression, interleaved=interleaved, **given)
+    parts = Parts(**given)
     if why := parts.refusal():
         raise UnsupportedError(why)
-    return parts, str(parts)
+    return parts, str(parts), str(Parts(**given, cast="ue8m0" if use_ue8m0 else "1x128"))
 
 
-@functools.cache
-def _fp8_text(parts: Parts, cast: str) -> str:
-    return str(replace(parts, cast=cast))
+_parts = functools.cache(_made)
 
 
 Epilogues: TypeAlias = "str | Epilogue | Iterable[str | Epilogue] | None"
