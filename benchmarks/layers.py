@@ -3,7 +3,8 @@
     python benchmarks/layers.py COUNT --seed 1 --min-m 1 --max-m 8192 --kept-out
 
 Each line is M x N x K, as `deep-gemm bench` and `calibrate survey` take it. Every second model is kept out of all fits:
-with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out.
+with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out. An N x K that a
+survey in results/ has is not kept out, whichever model it is of: constants, serving sets and rules come from surveys.
 """
 
 from __future__ import annotations
@@ -12,28 +13,39 @@ import argparse
 import json
 import math
 import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 from deep_gemm.aot import workload
+from deep_gemm.bench.rows import PACKED
 from deep_gemm.errors import DeepGemmError
 
 MODELS = Path(__file__).with_name("models.json")
 """Sizes of forty models without experts, from the `config.json` that each was published with."""
+RESULTS = Path(__file__).with_name("results")
 
 GPUS = (1, 2, 4, 8)
 """Over how many GPUs a model's layers are divided."""
 
 
 @cache
-def layers(kept_out: bool) -> tuple[tuple[int, int], ...]:
-    """The different N x K of the models that are kept out of fits, or of the others. What both have is not kept out."""
-    models = list(json.loads(MODELS.read_text()).values())
-    found = _layers_of(models[::2])
-    return tuple(sorted(_layers_of(models[1::2]) - found if kept_out else found))
+def layers(kept_out: bool, family: str = "") -> tuple[tuple[int, int], ...]:
+    """The different N x K of the models that are kept out of fits, or of the others. What both have, or a survey has,
+    is not kept out. With `family`, of models only whose names begin so."""
+    models = list(json.loads(MODELS.read_text()).items())
+    known, others = models[::2], models[1::2]
+    found = _layers_of(sizes for name, sizes in (others if kept_out else known) if name.startswith(family))
+    return tuple(sorted(found - _layers_of(sizes for _, sizes in known) - _surveyed() if kept_out else found))
 
 
-def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:
+def _surveyed() -> set[tuple[int, int]]:
+    """N x K of all surveys in results/, without `survey.load`, which checks each time in them."""
+    lines = (line for path in RESULTS.glob("survey*.jsonl") for line in path.read_text().splitlines())
+    return {(row["n"], row["k"]) for row in map(json.loads, lines) if row["mode"] != PACKED}
+
+
+def _layers_of(models: Iterable[dict[str, int]]) -> set[tuple[int, int]]:
     found: set[tuple[int, int]] = set()
     for sizes in models:
         for tp in GPUS:
@@ -46,13 +58,19 @@ def _layers_of(models: list[dict[str, int]]) -> set[tuple[int, int]]:
 
 
 def draw(
-    count: int, seed: int, kept_out: bool, min_m: int = 1, max_m: int = 8192, op: str = "fp8_gemm_nt"
+    count: int,
+    seed: int,
+    kept_out: bool,
+    min_m: int = 1,
+    max_m: int = 8192,
+    op: str = "fp8_gemm_nt",
+    family: str = "",
 ) -> list[workload.GemmShape]:
     """`count` products, the same for one seed."""
     generator, shapes = random.Random(seed), []
     for _ in range(count):
         m = round(math.exp(generator.uniform(math.log(min_m), math.log(max_m))))
-        n, k = generator.choice(layers(kept_out))
+        n, k = generator.choice(layers(kept_out, family))
         shapes.append(workload.GemmShape(m, n, k, f"models, seed {seed}", op))
     return shapes
 
@@ -64,8 +82,10 @@ def main() -> None:
     parser.add_argument("--min-m", type=int, default=1)
     parser.add_argument("--max-m", type=int, default=8192)
     parser.add_argument("--kept-out", action="store_true")
+    parser.add_argument("--family", default="", help="how the names of models in models.json begin: Llama, Qwen, ...")
     options = parser.parse_args()
-    for shape in draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m):
+    drawn = draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m, family=options.family)
+    for shape in drawn:
         print(f"{shape.m}x{shape.n}x{shape.k}")
 
 

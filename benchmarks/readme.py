@@ -8,6 +8,7 @@ Numbers there are never typed by hand. It needs a source tree, since a wheel car
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+import layers
 import phases
 
 from deep_gemm.aot.layers import FP8
@@ -45,9 +47,11 @@ def environment_table() -> str:
 
 
 DRAWN = ("models-h100", "models-h200")
-"""Files of rows of products that `layers.draw` drew from models that no fit has seen."""
+"""Files of rows of products that `layers.draw` drew. Those with an N x K that a survey has since are left out."""
 MODES = (("graph", 1, 64), ("graph", 65, 128), ("flush", 65, 512), ("flush", 513, 8192))
-SPEED = tuple((op, *how) for op in ("fp8_gemm_nt", "bf16_gemm_nt") for how in MODES)
+PEER = {FP8: "ratio_tensorwise", "bf16_gemm_nt": "ratio_cublaslt"}
+"""Operations, and the field of a row that has their speed beside cuBLASLt."""
+SPEED = tuple((op, *how) for op in PEER for how in MODES)
 """What README's table of speed shows: an operation, a mode, the least and the largest M."""
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
 
@@ -58,27 +62,53 @@ def speed_table(results: Path = RESULTS) -> str:
         "| operation, GPU | timed as | M | products | speed, cuBLASLt = 1 | slowest |",
         "|---|---|---|---|---|---|",
     ]
-    drawn = [_rows(results / f"{file}.jsonl") for file in DRAWN]
+    drawn = [_drawn(results / f"{file}.jsonl") for file in DRAWN]
     for op, mode, low, high in SPEED:
-        asked = [
-            [row for row in rows if (row.get("op", FP8), row["mode"]) == (op, mode) and low <= row["m"] <= high]
-            for rows in drawn
-        ]
-        rows = max(asked, key=len)
+        rows = max((_asked(rows, op, mode, low, high) for rows in drawn), key=len)
         if not rows:
             continue
-        peer = "ratio_tensorwise" if op == FP8 else "ratio_cublaslt"
+        peer = PEER[op]
         mean, worst = geometric_mean(row[peer] for row in rows), min(rows, key=lambda row: row[peer])
-        what = f"`{op}`, {rows[0]['device'].removeprefix('NVIDIA ').split()[0]}"
+        what = f"`{op}`, {_gpu(rows)}"
         slowest = f"{worst[peer]:.2f} ({worst['m']} x {worst['n']} x {worst['k']})"
         cells = [what, HOW[mode], f"{rows[0]['m']}-{rows[-1]['m']}", len(rows), f"**{mean:.2f}**", slowest]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
+FINER = (
+    ("graph", 1, 64),
+    ("graph", 65, 128),
+    ("flush", 65, 128),
+    ("flush", 129, 512),
+    ("flush", 513, 999),
+    ("flush", 1000, 8192),
+)
+
+
+def drawn_table(results: Path = RESULTS) -> str:
+    """The table of the page on FP8: all rows of products that were drawn, in narrower ranges of M."""
+    lines = ["| | M | shapes | mean | least | not declared | DeepGEMM |", "|---" * 7 + "|"]
+    for (op, peer), file in itertools.product(PEER.items(), DRAWN):
+        drawn = _drawn(results / f"{file}.jsonl")
+        for mode, low, high in FINER:
+            rows = _asked(drawn, op, mode, low, high)
+            if not rows:
+                continue
+            means = (
+                f"{geometric_mean(found):.2f}" if (found := [row[name] for row in rows if name in row]) else ""
+                for name in (f"{peer}_unpromised", "ratio_deepgemm")
+            )
+            ratios = [row[peer] for row in rows]
+            what = f"`{op}`, {_gpu(rows)}, {HOW[mode]}"
+            cells = [what, f"{low} to {high}", len(rows), f"{geometric_mean(ratios):.3f}", f"{min(ratios):.3f}", *means]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", speed_origin(results)])
+
+
 def speed_origin(results: Path = RESULTS) -> str:
     """What the rows of `speed_table` were measured on, and when."""
-    found = [rows for file in DRAWN if (rows := _rows(results / f"{file}.jsonl"))]
+    found = [rows for file in DRAWN if (rows := _drawn(results / f"{file}.jsonl"))]
     return f"Rows: {'; '.join(map(_origin, found))}." if found else "No run is recorded yet."
 
 
@@ -151,6 +181,19 @@ def numbers(results: Path = RESULTS) -> str:
 
 RANDOM = "M 1..8192, N 64..32768, K 128..16384, log-uniform, N and K multiples of 16, 64 or 128"
 """How `shapes.log_uniform` draws."""
+
+
+def _drawn(path: Path) -> list[Row]:
+    kept = layers.layers(kept_out=True)
+    return [row for row in _rows(path) if (row["n"], row["k"]) in kept]
+
+
+def _asked(rows: Sequence[Row], op: str, mode: str, low: int, high: int) -> list[Row]:
+    return [row for row in rows if (row.get("op", FP8), row["mode"]) == (op, mode) and low <= row["m"] <= high]
+
+
+def _gpu(rows: Sequence[Row]) -> str:
+    return str(rows[0]["device"].removeprefix("NVIDIA ").split()[0])
 
 
 def _rows(path: Path) -> list[Row]:
@@ -292,6 +335,7 @@ def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
     return {
         "README.md": {"speed": speed_table(results), "rows": speed_origin(results)},
         "docs/performance.md": {"numbers": numbers(results)},
+        "docs/measurements/fp8.md": {"drawn": drawn_table(results)},
         "docs/compare.md": {"backends": backends_table(results)},
         "docs/settings.md": {"environment": environment_table()},
     }

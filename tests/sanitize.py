@@ -4,10 +4,10 @@
     compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --racecheck
 
-Needs a GPU. API errors are not reported, since cuda-bindings asks the driver for functions that it lacks. The kernels
-cover each tile, cluster, way to split K and so on of each family's serving set (see `cover.py`). `--every 1` takes
-every config of these sets, `--every N` one in N. Each kernel runs twice: alone, and then right behind itself as a
-programmatic dependent launch with a weight promise.
+Needs a GPU. API errors are not reported: the package raises those of its own calls. The kernels cover each tile,
+cluster, way to split K and so on of each family's serving set (see `cover.py`). `--every 1` takes every config of these
+sets, `--every N` one in N. Each kernel runs twice: alone, and then right behind itself as a programmatic dependent
+launch with a weight promise.
 
 `--racecheck` compiles headers that racecheck can follow; `--race NAME` adds a mistake that it must report, in a kernel
 that shows it: see `racecheck_headers.py`. `--name` selects kernels.

@@ -260,7 +260,7 @@ def test_an_activation_is_torchs(library: ctypes.CDLL, name: str) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_sum_that_is_not_finite_changes_no_other(library: ctypes.CDLL, name: str) -> None:
-    """Two sums share one reciprocal."""
+    """A thread applies it to two sums at once."""
     ordinary = torch.linspace(-50, 50, 101)
     alone = pairs(library, name, torch.stack([ordinary, torch.ones_like(ordinary)], 1).flatten())[::2]
     for edge, place in itertools.product(EDGES, (0, 1)):

@@ -143,6 +143,16 @@ def test_links_lead_somewhere(document: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_of_the_sources_that_a_document_names_are_there(document: Path) -> None:
+    folders = ("deep_gemm", "jit", "templates", "benchmarks", "tests", "examples", ".ci")
+    there = {f"/{named(path)}" for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()}
+    text = document.read_text()
+    names = set(re.findall(r"`([\w./-]+\.(?:py|cuh|cu|jinja|jsonl))`", text))
+    names |= set(re.findall(r"python ((?:benchmarks|examples|tests)/\w+\.py)", text))
+    assert {name for name in names if not any(path.endswith(f"/{name}") for path in there)} == set()
+
+
 def commands(document: Path) -> list[list[str]]:
     """The calls of `deep-gemm` in a document's shell blocks and in its text."""
     text = document.read_text()
@@ -255,13 +265,24 @@ def test_rows_of_another_operation_do_not_replace_each_other(tmp_path: Path) -> 
     row = make_row(shapes.GemmShape(4096, 2112, 7168), "flush", {"ours": 5.0, "tensorwise": 9.0}, {}) | ORIGIN
     append(tmp_path / "reference.jsonl", row)
     for form, ours in (("nt", 5.0), ("tn", 10.0)):
-        problem = shapes.posed([shapes.GemmShape(4096, 2112, 7168)], f"bf16_gemm_{form}")[0]
+        problem = shapes.posed([shapes.GemmShape(4096, 8192, 7168)], f"bf16_gemm_{form}")[0]
         for file in ("bf16.jsonl", "models-h100.jsonl"):
             append(tmp_path / file, make_row(problem, "flush", {"ours": ours, "cublaslt": 10.0}, {}) | ORIGIN)
     text = readme.numbers(tmp_path)
     assert "| bf16_gemm_nt, flush | >= 1000 | 1 | **2.000** |" in text
     assert "| bf16_gemm_tn, flush | >= 1000 | 1 | **1.000** |" in text
     assert "| `bf16_gemm_nt`, GPU | single calls | 4096-4096 | 1 | **2.00** |" in readme.speed_table(tmp_path)
+
+
+def test_rows_of_a_surveyed_n_and_k_are_in_no_table_of_drawn_products(tmp_path: Path) -> None:
+    """Rows stay where they are when a later survey has their N x K. No fit may have seen what a claim is made on."""
+    for m, n, k, ours in ((64, 8192, 7168, 5.0), (65, 7168, 8192, 20.0), (66, 57344, 8192, 20.0)):
+        row = make_row(shapes.GemmShape(m, n, k), "flush", {"ours": ours, "tensorwise": 10.0}, {})
+        append(tmp_path / "models-h200.jsonl", row | ORIGIN)
+        append(tmp_path / "models-h200.jsonl", row | ORIGIN | {"m": m + 100})
+    assert "| `fp8_gemm_nt`, GPU | single calls | 164-164 | 1 | **2.00** |" in readme.speed_table(tmp_path)
+    assert "| `fp8_gemm_nt`, GPU, single calls | 129 to 512 | 1 | 2.000 | 2.000 |" in readme.drawn_table(tmp_path)
+    assert "65 to 128" not in readme.drawn_table(tmp_path)
 
 
 def test_graph_rows_show_the_promise_and_the_floor(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_launches_of_few_rows_leave_places_for_the_next_one(op: str, n: int) -> 
         assert not rules.streams(spec_of(GemmShape(m, n, 8192, op=op), 132))
 
 
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt"])
+@pytest.mark.parametrize("shape", [(67, 5120, 27648), (90, 5120, 25600), (114, 4608, 18432), (256, 3584, 18944)])
+def test_no_tile_whose_k_is_split_waits_for_a_place(op: str, shape: tuple[int, int, int]) -> None:
+    """FP8 tiles of 128 x 64 with four parts of K took two and three rounds before, and up to 1.33 times as long."""
+    spec = spec_of(GemmShape(*shape, op=op), 132)
+    splits = [choice.config for choice in rank(spec, SM90) if choice.config.cluster_k > 1 and not choice.config.swap_ab]
+    for config in splits:
+        tiles = ceil_div(spec.m, config.block_m) * ceil_div(spec.n, config.block_n)
+        assert tiles * config.cluster_k <= 132 * config.ctas_per_sm, config
+    fewer = spec_of(GemmShape(shape[0], 1024, shape[2], op=op), 132)
+    assert any(choice.config.cluster_k > 1 for choice in rank(fewer, SM90)), "where there are few tiles K is split"
+
+
 @pytest.mark.parametrize("shape", [(4096, 7168, 16384), (8192, 4096, 7168), (2048, 4096, 512)])
 def test_where_power_is_the_limit_what_draws_less_is_taken(shape: tuple[int, int, int]) -> None:
     """For large products, and for smaller ones of many tokens. If power is no limit, time alone decides."""
