@@ -124,11 +124,9 @@ class Epilogue:
         clamp = None if self.clamp is None else abs(float(self.clamp))
         expression = own.expression if own else None
         dtypes = tuple([(name, tensor.dtype) for name, tensor in tensors.items()])
-        is_traced = torch.compiler.is_compiling()  # which would warn of the cache
-        make = _made if is_traced else _parts
-        parts, text, fp8_text = make(
-            dtypes, has_number, activation, clamp, expression, self.interleaved, self.use_ue8m0
-        )
+        make = _made if torch.compiler.is_compiling() else _parts  # torch would warn of the cache
+        key = dtypes, has_number, activation, clamp, expression, self.interleaved, self.use_ue8m0
+        parts, text, fp8_text = make(*key)
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         found = {"text": text, "fp8_text": fp8_text, "parts": parts, "number": number, "tensors": tensors}
