@@ -5,6 +5,7 @@
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
 # make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some 13 minutes on two cores, no GPU;
 #                KERNELS=DIRECTORY keeps the compiled kernels there, for the next build
+# make shipped-calls  draw 20,000 calls for each GPU model, and fail if the wheel would lack the kernel of one: some two minutes
 # make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure
 # make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables; BUDGET=900 bounds the
 #                seconds of each mode; DEEPGEMM=DIRECTORY also times the DeepGEMM that pip install --target put there
@@ -35,7 +36,7 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint dist wheel-with-kernels docs readme clean FORCE
+.PHONY: demo test bench faults sanitize lint dist wheel-with-kernels shipped-calls docs readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
@@ -69,6 +70,9 @@ wheel-with-kernels:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --dist
 	rm -f $(VENV)/.installed-*
 	$(RUN) .ci/wheel_with_kernels.py $(if $(KERNELS),--cache $(KERNELS))
+
+shipped-calls: $(STAMP)
+	cd tests && $(RUN) shipped_calls.py
 
 sanitize:
 	$(PYTHON) .ci/bootstrap.py --venv $(VENV) --mode $(INSTALL) --sanitizer

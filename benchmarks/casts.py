@@ -36,6 +36,7 @@ CASTS: dict[str, Callable[..., Any]] = {
     "blocks transposed": quantize.blocks_transposed,
     "rows and columns": quantize.rows_and_columns,
     "blocks and transpose": quantize.blocks_and_transpose,
+    "rows and blocks transposed": quantize.rows_and_blocks_transposed,
 }
 
 
@@ -120,7 +121,7 @@ def main(output: Path | None) -> None:
         share = beside / row["us"] if "copy_us" in row else row["us"] / beside
         steps = row.get("index_select_and_cast_us")
         more = f"; {steps:.2f} us as index_select and a cast" if steps else ""
-        click.echo(f"{row['cast']:21} {row['m']:5} x {row['k']}  {row['us']:8.2f} us  {share:.3f} {kind}{more}")
+        click.echo(f"{row['cast']:26} {row['m']:5} x {row['k']}  {row['us']:8.2f} us  {share:.3f} {kind}{more}")
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps({"mode": "casts", **row, **origin}) + "\n")

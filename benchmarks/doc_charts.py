@@ -32,6 +32,7 @@ RESULTS, CHARTS = ROOT / "benchmarks" / "results", ROOT / "docs" / "charts"
 
 OVERVIEW = "fp8-overview"
 MODEL = "transformers-model"
+LOSSES = "train-linear"
 EVERY = {
     OVERVIEW: "reference",
     "fp8-flush-ratio": "reference",
@@ -39,7 +40,7 @@ EVERY = {
     MODEL: "transformers-h200",
 }
 """The charts, and their files of rows. They show the first operation of the file, in single calls; the overview shows
-graphs too, and of single calls those from `PREFILL` tokens on. The one of a model shows all rows."""
+graphs too, and of single calls those from `PREFILL` tokens on. Those of losses show all rows."""
 PREFILL = 128
 
 WIDTH = 8.4
@@ -108,7 +109,7 @@ FINE = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8)
 def rows_of(name: str, results: Path = RESULTS) -> list[Row]:
     """The rows that a chart of `EVERY` shows."""
     rows = load(results / f"{EVERY[name]}.jsonl")
-    if name == MODEL:
+    if "losses" in rows[0]:  # of a model
         return rows
     rows = latest(rows)
     rows = [row for row in rows if operation_of(row) == operation_of(rows[0])]
@@ -127,6 +128,9 @@ def svg(rows: Sequence[Row], theme: Theme) -> str:
     if "part" in rows[0]:
         figure = new_figure(theme, WIDTH, 3.6)
         model(figure, rows, theme)
+    elif "losses" in rows[0]:
+        figure = new_figure(theme, WIDTH, 3.6)
+        losses(figure, rows, theme)
     elif len({row["mode"] for row in rows}) > 1:
         figure = new_figure(theme, *PHONE)
         overview(figure, rows, theme)
@@ -210,6 +214,32 @@ def model(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
     cards, dates = ({str(row[field]) for row in rows} for field in ("device", "date"))
     said = f"{', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Lower losses are better; higher speeds are faster."
     figure.supxlabel(said, fontsize=8.5, color=theme.text)
+
+
+def losses(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
+    """The losses of `examples/train_linear.py`: means over the seeds of each way, and the range of the BF16 runs."""
+    axis = figure.subplots()
+    looks = {
+        "BF16": ("bfloat16", 0, "-"),
+        "FP8": ("FP8", -1, "-"),
+        "FP8 mixed": ("FP8, mixed weight gradients", -1, ":"),
+    }
+    for way, (label, peer, dash) in looks.items():
+        runs = [row["losses"] for row in rows if row["way"] == way]
+        colour = Series("", "", "", "", peer).colour(theme)
+        every = rows[0]["every"]
+        steps = [every * (point + 0.5) for point in range(len(runs[0]))]
+        axis.plot(steps, [sum(point) / len(runs) for point in zip(*runs, strict=True)], dash, label=label, color=colour)
+        if peer == 0:
+            low, high = ([pick(point) for point in zip(*runs, strict=True)] for pick in (min, max))
+            axis.fill_between(steps, low, high, color=colour, alpha=0.3, linewidth=0)
+    axis.grid(color=theme.grid, linewidth=0.7)
+    axis.set_title("Training a transformer block: loss", fontsize=10, color=theme.text, pad=4)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8.5)
+    cards, dates = ({str(row[field]) for row in rows} for field in ("device", "date"))
+    seeds = len({row["seed"] for row in rows})
+    said = f"{', '.join(sorted(cards))}, {', '.join(sorted(dates))}. Means of {seeds} seeds; band: those of bfloat16."
+    figure.supxlabel(f"step\n{said}", fontsize=8.5, color=theme.text, linespacing=1.5)
 
 
 def new_figure(theme: Theme, width: float, height: float) -> Any:

@@ -1,12 +1,13 @@
 """First calls of a process that finds its kernels in a pack: fresh processes, an empty cache, and no compiler.
 
-    python benchmarks/first_calls.py [--pack FILE] [--repeats 7]
+    python benchmarks/first_calls.py [--pack FILE] [--repeats 7] [--output FILE]
 
 Needs a GPU, and a wheel with kernels or the pack FILE. Compiling is forbidden, so a kernel that is missing is an error.
 Operands are made, and CUDA is initialised, before the clock starts; each time ends when the GPU is done. For each
 operation it prints the milliseconds of the first call of a process, of its first calls with other sizes that need
 another kernel, and the median of the processes. Python's bytecode is there, as in an installed package: one process
-that does not count writes it, whatever the environment says of bytecode.
+that does not count writes it, whatever the environment says of bytecode. A row for each operation is appended to the
+file of --output: the milliseconds of each call, and of the parts of the first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,24 @@ def child(operation: str) -> None:
         "imports": new,
         "parts": deep_gemm.debug_info()["plans"][0]["seconds"],
     }
-    print(json.dumps({"import": imported, "calls": times, **found}))
+    from deep_gemm.bench import provenance
+
+    print(json.dumps({"import": imported, "calls": times, "origin": provenance.environment(), **found}))
+
+
+def row_of(
+    operation: str,
+    calls_ms: Sequence[float],
+    kernels: Sequence[int],
+    parts: Mapping[str, float],
+    imported: float,
+    runs: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A row: medians of the processes, in milliseconds, and how many kernels each call found in the pack."""
+    row: dict[str, Any] = {"mode": "first calls", "op": operation, "m": ROWS, "kernels": kernels}
+    row |= {"ms": [round(took, 3) for took in calls_ms], "import_ms": round(imported, 3)}
+    row |= {f"{what}_ms": round(took, 3) for what, took in parts.items()}
+    return row | {"processes": len(runs)} | runs[0]["origin"]
 
 
 def main() -> int:
@@ -108,10 +126,12 @@ def main() -> int:
     parser.add_argument("operation", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("--pack", type=lambda text: Path(text).absolute(), help="a pack, where the wheel has none")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="append rows to this file")
     options = parser.parse_args()
     if options.operation:
         child(options.operation)
         return 0
+    from deep_gemm.bench.run import append
     from deep_gemm.settings import child_environment
 
     late = 0
@@ -137,9 +157,10 @@ def main() -> int:
         new = [took for took, count in zip(median[1:], found[1:], strict=True) if count]
         imported = statistics.median(run["import"] for run in runs) * 1e3
         strange = sorted({name for run in runs for name in run["strange"]})
-        parts = [
-            f"{told} {statistics.median(run['parts'][what] for run in runs) * 1e3:.2f}" for what, told in PARTS.items()
-        ]
+        took = {what: statistics.median(run["parts"][what] for run in runs) * 1e3 for what in PARTS}
+        parts = [f"{told} {took[what]:.2f}" for what, told in PARTS.items()]
+        if options.output:
+            append(options.output, row_of(operation, median, found, took, imported, runs))
         print(
             f"{operation}: import {imported:.1f} ms; first call {median[0]:.2f} ms ({', '.join(parts)}); further "
             f"kernels {', '.join(f'{took:.2f}' for took in new) or 'none'} ms; compiled {runs[0]['compiled']}"

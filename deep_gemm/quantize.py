@@ -41,8 +41,7 @@ from deep_gemm import arch
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import cast_reference, checks
 from deep_gemm.ops import quantize as ops
-from deep_gemm.ops.cast_reference import AMAX_MIN
-from deep_gemm.spec import SCALE_BLOCK, Blocks
+from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, Blocks
 
 Quantized: TypeAlias = tuple[Tensor, Tensor]
 """Values and scales."""
@@ -167,6 +166,31 @@ def blocks_and_transpose(
     """
     first, second = _two(out) if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
     ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
+    return first, second
+
+
+def rows_and_blocks_transposed(
+    x: Tensor,
+    *,
+    out: tuple[Quantized, Quantized] | None = None,
+    use_ue8m0: bool = False,
+    epsilon: float = AMAX_MIN,
+    gated: bool = False,
+    row_major: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """The results of `rows` and `blocks_transposed`, from one pass over x: the input of a linear layer for its forward
+    product, and for a weight gradient of the mixed recipe, (1, 128, 128).
+
+    >>> rows, transposed = deep_gemm.quantize.rows_and_blocks_transposed(torch.ones(16, 256))
+    >>> [scales.shape for _, scales in (rows, transposed)]
+    [torch.Size([16, 2]), torch.Size([2, 1])]
+    """
+    first, second = (
+        _two(out)
+        if out is not None
+        else (_empty(x, "row", gated, row_major=row_major), _empty(x, "tile", gated, transposed=True))
+    )
+    ops.both(x, first, second, "row", "tile", use_ue8m0, epsilon, gated)
     return first, second
 
 

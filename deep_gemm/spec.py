@@ -5,6 +5,7 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 
 from __future__ import annotations
 
+import struct
 from typing import ClassVar, Literal, TypeAlias
 
 from .errors import InvalidInputError
@@ -12,6 +13,9 @@ from .records import record
 
 SCALE_BLOCK = 128
 """Elements of K (and, for 128x128 scales, of N) that share one scale factor."""
+
+AMAX_MIN = 1e-4
+"""The least magnitude from which casts to FP8 compute a scale by default."""
 
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
@@ -165,6 +169,11 @@ class CopySpec:
 
     def __str__(self) -> str:
         return f"copying {self.rows} x {self.columns} elements"
+
+
+def float_bits(x: float) -> int:
+    """The bits of x as a float32, in which kernels take the rules for scales."""
+    return int.from_bytes(struct.pack("<f", x), "little")
 
 
 Blocks: TypeAlias = Literal["none", "row", "column", "tile"]

@@ -139,6 +139,5 @@ def _no_template(template: str, directory: Path | None, error: jinja2.TemplateNo
 
 
 def _templates_root() -> Path:
-    import deep_gemm.templates
-
-    return Path(deep_gemm.templates.__path__[0]).absolute()
+    # Beside this package, in the sources and where it is installed. Importing it as a package would take 0.4 ms.
+    return Path(__file__).absolute().parents[1] / "templates"

@@ -118,17 +118,18 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
     while pending:
         folder, name = pending.pop()
         for above in _above(name):
-            _check_end(above)
+            _check_end(above, _status(above))
         for candidate in dict.fromkeys((f"{folder}{name}", name)):
             if candidate in found:
                 break
             path = os.path.join(include_dir, candidate)
             # Taken before the file is read: if it changes in between, the signature differs next time.
-            looked_at[path] = signature(path)
-            _check_end(path)
+            status = _status(path)
+            looked_at[path] = seen = _signature(status)
+            _check_end(path, status)
             known = _headers.get((path, candidate))
-            if known is None or known[0] != looked_at[path]:
-                content = _content(path)
+            if known is None or known[0] != seen:
+                content = _content(path, status.st_size if status is not None else 0)
                 if content is None:
                     continue
                 if isinstance(content, OSError):
@@ -138,8 +139,8 @@ def _reach(include_dir: str, first: Sequence[tuple[str, str]]) -> tuple[_Reached
                 # A quoted name is looked for beside the file that includes it, before the include path.
                 parent = candidate.rpartition("/")[0]
                 includes = _includes(content.decode("utf-8", "replace"), f"{parent}/" if parent else "")
-                known = (looked_at[path], hashlib.sha256(content).hexdigest(), includes)
-                if _is_settled(looked_at[path], now):
+                known = (seen, hashlib.sha256(content).hexdigest(), includes)
+                if _is_settled(seen, now):
                     if len(_headers) >= _MAX_MEMO:
                         _headers.clear()
                     _headers[path, candidate] = known
@@ -159,7 +160,7 @@ def _is_settled(seen: Signature | None, now: int) -> bool:
 
 def _above(name: str) -> list[str]:
     """Where a name with ".." may lead from the temporary folder in which a source is compiled."""
-    rest = os.path.normpath(name)
+    rest = os.path.normpath(name) if ".." in name else ""
     if not rest.startswith("../"):
         return []
     while rest.startswith("../"):
@@ -168,11 +169,16 @@ def _above(name: str) -> list[str]:
     return [str(each / rest) for each in (folder, *folder.parents)]
 
 
-def _check_end(path: str) -> None:
-    """Raises InvalidInputError for a header that might have no end: reading /dev/zero filled the memory."""
+def _status(path: str) -> os.stat_result | None:
     try:
-        status = os.stat(path)
+        return os.stat(path)
     except (OSError, ValueError):
+        return None
+
+
+def _check_end(path: str, status: os.stat_result | None) -> None:
+    """Raises InvalidInputError for a header that might have no end: reading /dev/zero filled the memory."""
+    if status is None:
         return
     regular = stat.S_ISREG(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) and (not regular or status.st_size > _LARGEST):
@@ -180,12 +186,12 @@ def _check_end(path: str) -> None:
         raise InvalidInputError(f"The source includes {path}, which {what}. Include a file of text.")
 
 
-def _content(path: str) -> bytes | OSError | None:
+def _content(path: str, size: int) -> bytes | OSError | None:
     """What a header holds, None if there is none, or why it cannot be read, though it was tried twice."""
     problem: OSError | None = None
     for _ in range(2):
         try:
-            return content_of(path)
+            return content_of(path, size)
         except ValueError:  # a name that no file can have
             return None
         except OSError as error:
@@ -195,24 +201,28 @@ def _content(path: str) -> bytes | OSError | None:
     return problem
 
 
-def content_of(path: str) -> bytes:
-    """The bytes of a file. `Path.read_bytes` takes several times as long, and a process reads some forty."""
+def content_of(path: str, size: int) -> bytes:
+    """The bytes of a file, which has ``size`` of them as far as is known. `Path.read_bytes` takes several times as
+    long, and a process reads some forty."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        parts = []
-        while part := os.read(descriptor, 1 << 16):
-            parts.append(part)
+        content = os.read(descriptor, size + 1)
+        if len(content) != size:  # else this was the end
+            while part := os.read(descriptor, 1 << 16):
+                content += part
     finally:
         os.close(descriptor)
-    return b"".join(parts)
+    return content
 
 
 def signature(path: str) -> Signature | None:
     """A value that changes whenever the file does, provided that the file was older than YOUNG_NS. None if it is
     absent."""
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError):
+    return _signature(_status(path))
+
+
+def _signature(status: os.stat_result | None) -> Signature | None:
+    if status is None:
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 

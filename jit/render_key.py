@@ -40,7 +40,7 @@ def device_code() -> str:
 @functools.lru_cache(maxsize=1)
 def _renderer() -> str:
     """The digest of our module that renders."""
-    return hashlib.sha256(Path(generator.__file__).read_bytes()).hexdigest()
+    return hashlib.sha256(content_of(generator.__file__, os.stat(generator.__file__).st_size)).hexdigest()
 
 
 def _templates(directory: str) -> str:
@@ -52,7 +52,10 @@ def _templates(directory: str) -> str:
     # Taken before the files are read: if one changes in between, its signature differs next time.
     files = [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".jinja")]
     looked_at = tuple((path, signature(path)) for path in (directory, *files))
-    contents = [(os.path.basename(path), hashlib.sha256(content_of(path)).hexdigest()) for path in files]
+    contents = [
+        (os.path.basename(path), hashlib.sha256(content_of(path, seen[2] if seen else 0)).hexdigest())
+        for path, seen in looked_at[1:]
+    ]
     found = hashlib.sha256(json.dumps(contents).encode()).hexdigest()
     if all(seen is None or max(seen[3:]) < now - YOUNG_NS for _, seen in looked_at):
         _memo[directory] = looked_at, found

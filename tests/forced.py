@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,13 +17,14 @@ from deep_gemm.jit import Binary, Builder
 from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
+from deep_gemm.kernels import epilogues
 from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.reference import Scalings
 from deep_gemm.params import KernelParams
-from deep_gemm.runtime import engine
+from deep_gemm.runtime import calls, engine
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, align
+from deep_gemm.spec import GemmSpec, QuantizeSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
 COMPILING_THREADS = 16
@@ -135,6 +137,19 @@ def force_gemm(
     made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Launch(function, made.shape, stream, made.parameters, addresses)
+
+
+@contextmanager
+def in_launches(count: int) -> Iterator[None]:
+    """Dense products with a d of FP8 take one launch inside, or two, whatever the model says."""
+    calls.forget_all()
+
+    def launches(spec: GemmSpec, device: int) -> tuple[GemmSpec, QuantizeSpec | None]:
+        return (epilogues.apart(spec) if count == 2 else None) or (spec, None)
+
+    with mock.patch.object(engine, "launches", launches):
+        yield
+    calls.forget_all()
 
 
 @dataclass(frozen=True)

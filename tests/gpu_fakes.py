@@ -24,6 +24,7 @@ from deep_gemm.ops.quantize import Quantize
 from deep_gemm.ops.rows import RowFunction
 from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls, engine, weight_promises
+from deep_gemm.select import calibration
 from deep_gemm.spec import (
     CopySpec,
     GemmSpec,
@@ -113,6 +114,7 @@ class FakeGpu:
         monkeypatch.setattr(arch, "for_device", lambda device: arch.SM90)
         monkeypatch.setattr(options, "num_sms_for", lambda device: 132)
         monkeypatch.setattr(options, "whole_gpu", lambda device: True)
+        monkeypatch.setattr(engine, "calibration_of", lambda device: calibration.default())
         monkeypatch.setattr(engine, "plan", self.plan)
         monkeypatch.setattr(engine, "launch", self.launch)
 

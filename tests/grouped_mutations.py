@@ -15,6 +15,7 @@ KERNELS: dict[str, KernelParams] = {
     "counts": case(FP8_GROUPED, 64, 64, grouping="masked"),
     "depths": case(HALF_K_GROUPED, 128, 128, output="f32", accumulate="reduces"),
     "maps": case(FP8_K_GROUPED, 128, 128, (1, 1), 2, 1, accumulate="reduces"),
+    "mixed": case(FP8_K_GROUPED, 128, 256, (1, 1), 1, 1, scaling="1d2d", accumulate="reduces"),
 }
 """A kernel of each form."""
 
@@ -47,9 +48,15 @@ MUTATIONS = [
     Mutation("clear one row less", "half_mainloop.cuh", "u32 place = last_rows * 128 +",
              "u32 place = last_rows * 128 + 128 +", ("depths",)),
     Mutation("begin each group's scales at the first block", "tile_scales.cuh",
-             "tile.first_k + step : +Kernel::kNowhere", "step : +Kernel::kNowhere", ("maps",)),
+             "tile.first_k + step : +Kernel::kNowhere", "step : +Kernel::kNowhere", ("maps", "mixed")),
     Mutation("read every group's values from the beginning", "k_group_maps.cuh", "static_cast<u64>(before) *", "0 *",
-             ("maps",)),
+             ("maps", "mixed")),
+    Mutation("begin each group's blocks of B's scales at the first", "fp8_scaled.cuh",
+             "tile.first_k * arg.scale_b_stride_k", "0 * arg.scale_b_stride_k", ("mixed",)),
+    Mutation("scale every tile by the blocks of the first columns", "fp8_scaled.cuh",
+             ": tile.column / 128 + scale;", ": scale;", ("mixed",)),
+    Mutation("scale the right half of a tile as its left", "fp8_scaled.cuh",
+             ": tile.column / 128 + scale;", ": tile.column / 128;", ("mixed",)),
     Mutation("write every group's matrix over the first", "half_gemm.cuh",
              "tma_add_3d(arg.map_d, source, x, y, at.group);", "tma_add_3d(arg.map_d, source, x, y, 0);", ("depths",)),
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from forced import in_launches
 from grouped_cases import BF16, Case, Routing, strides
-from k_grouped_cases import DEVICE, exact, operands, sizes
+from k_grouped_cases import DEVICE, MIXED_RECIPE, exact, operands, sizes
 
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
@@ -27,10 +28,12 @@ KS = [128, 0, 384, 16, 240, 0, 48]
 
 
 def launch(operation: Any, arguments: dict[str, Any], config: Config, builder: Builder) -> None:
-    """Make the launches of a call with this config and this builder's device code."""
+    """Make the launches of a call with this config and this builder's device code; one that writes FP8 does so
+    itself."""
     device = torch.cuda.current_device()
     x = operation.check(**arguments)
-    work = operation.work(x, device)
+    with in_launches(1):
+        work = operation.work(x, device)
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
     for step in work.steps:
@@ -95,13 +98,13 @@ def along_m(params: KernelParams, builder: Builder) -> None:
 
 
 def along_k(params: KernelParams, builder: Builder) -> None:
-    kind = kind_of(params)
-    m, n = 200, 328
+    kind, m, n = "mixed" if params.scaling == "1d2d" else kind_of(params), 200, 328
     a, b = operands(kind, m, n, KS)
     before = torch.randint(-9, 10, (len(KS), m, n), device=DEVICE).float()
     d = guarded_copy(before)
-    operation = KGrouped(table.K_FP8 if kind == "fp8" else table.K_BF16, accumulates=True)
+    operation = KGrouped(table.K_BF16 if kind == "bf16" else table.K_FP8, accumulates=True)
     given = {"a": a, "b": b, "d": d.tensor, "grouped_layout": sizes(KS), "c": d.tensor}
+    given |= {"recipe": MIXED_RECIPE} if kind == "mixed" else {}
     launch(operation, given, params.config, builder)
     d.check("d")
     assert torch.equal(d.tensor, exact(kind, a, b, KS, m, n, before).float())

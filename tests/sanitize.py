@@ -146,7 +146,8 @@ def oracle(params: KernelParams) -> Callable[[KernelParams, Builder], bool]:
 def run_casts() -> bool:
     """Casts, and products of operands that are transposed first, by the public functions: each kernel once or more."""
     x, y = (torch.randn(rows, 656, device="cuda").bfloat16() for rows in (200, 330))
-    for function in (quantize.rows_and_columns, quantize.blocks_and_transpose, quantize.rows, quantize.columns):
+    pairs = quantize.rows_and_columns, quantize.blocks_and_transpose, quantize.rows_and_blocks_transposed
+    for function in (*pairs, quantize.rows, quantize.columns):
         function(x)
     many = torch.randn(8192, 656, device="cuda").bfloat16()  # other tiles than few rows
     for source in (x, many):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,8 @@ from deep_gemm.log import counted, log
 from deep_gemm.ops.epilogue import Epilogues, epilogue_texts
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.select import tuner
-from deep_gemm.spec import GemmSpec, align
+from deep_gemm.select import casts, tuner
+from deep_gemm.spec import GemmSpec, Spec, align
 
 
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
@@ -75,23 +76,37 @@ def kernels_of(
         raise InvalidInputError(f"{shape} cannot be served: {why}")
     found: dict[KernelParams, None] = {}
     for card in cards.default(num_sms) if on is None else on:
-        sms = num_sms or card.sms
-        asked = replace(spec_of(shape, spec, sms, sms >= card.sms), batch_invariant=False)
-        best = select.rank(asked, spec, card.calibration)[0].config
-        found[engine.kernel_params(asked, best, spec)] = None
-        # If the best config of all is batch invariant, it is also the best of those.
-        invariant = replace(asked, batch_invariant=True)
-        if not kernels.gemm_family(best.family).fits(invariant, best):
-            best = select.rank(invariant, spec, card.calibration)[0].config
-            found[engine.kernel_params(asked, best, spec)] = None
+        rank = functools.partial(select.rank, arch=spec, calibration=card.calibration)
+        known: dict[Spec, KernelParams] = {}
+        for each in _launches(shape, spec, card, num_sms):
+            if isinstance(each, GemmSpec):
+                first = known.get(replace(each, batch_invariant=False))
+                # If the best config of all is batch invariant, it is also the best of those.
+                if first is not None and kernels.gemm_family(first.kernel).fits(each, first.gemm):
+                    continue
+            known[each] = _chosen(each, spec, rank)
+        found |= dict.fromkeys(known.values())
     for device in tuner.devices() if options.measured_times() else ():
         card = cards.named(device)
-        sms = num_sms or card.sms
-        asked = replace(spec_of(shape, spec, sms, sms >= card.sms), batch_invariant=False)
-        for each in (asked, replace(asked, batch_invariant=True)):
-            best = tuner.rank(each, spec, card.calibration, device)[0].config
-            found[engine.kernel_params(asked, best, spec)] = None
+        rank = functools.partial(tuner.rank, arch=spec, calibration=card.calibration, device=device)
+        found |= dict.fromkeys(_chosen(each, spec, rank) for each in _launches(shape, spec, card, num_sms))
     return list(found)
+
+
+def _launches(shape: GemmShape, arch: archs.ArchSpec, card: Card, num_sms: int | None) -> Iterator[Spec]:
+    """The launches of such a call on a card, in both positions of the switch for batch invariance, off first."""
+    sms = num_sms or card.sms
+    asked = spec_of(shape, arch, sms, sms >= card.sms)
+    for invariant in (False, True):
+        yield from casts.all_launches(replace(asked, batch_invariant=invariant), arch, card.calibration)
+
+
+def _chosen(spec: Spec, arch: archs.ArchSpec, rank: Callable[[GemmSpec], list[select.Choice]]) -> KernelParams:
+    """The kernel of a launch, where ``rank`` ranks configs."""
+    config = (
+        rank(spec)[0].config if isinstance(spec, GemmSpec) else kernels.for_helper(spec, arch).config_of(spec, arch)
+    )
+    return engine.kernel_params(spec, config, arch)
 
 
 def choose(

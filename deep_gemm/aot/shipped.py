@@ -1,18 +1,19 @@
 """The kernels that a wheel can ship: all that calls with default options can need, on every GPU model.
 
 Nothing here names a kernel. Products come from the table of operations, and their kernels from the families' serving
-sets: whatever the selector prefers, its choice is one of them. A default call has D in the first dtype of its product,
-adds C only where the product does, has no epilogue, and compiles no sizes in. Its operands may have any layout that
-there are kernels for, and D any address.
+sets: whatever the selector prefers, its choice is one of them. A default call uses D as a layer does, or as the table
+says that others do. It has no epilogue, and compiles no sizes in. Its operands may have any layout that there are
+kernels for. A layer's D may have any address; the rows of another D begin at multiples of 16 bytes.
 """
 
 from __future__ import annotations
 
 import itertools
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, ops
@@ -26,8 +27,10 @@ from deep_gemm.jit.cache import solid_writer
 from deep_gemm.jit.cache.packable import Kernel, Packable
 from deep_gemm.jit.compilers import Found, Nvrtc, find_all
 from deep_gemm.kernels import groups
-from deep_gemm.params import KernelParams
+from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.runtime import engine
+from deep_gemm.select import rules
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, Major
 
@@ -41,8 +44,9 @@ MOST_ENTRIES = 512
 """Entries of the largest table of groups for which kernels ship: 256 groups whose rows have labels, 512 others. More
 are left to the JIT: each size of the table is a kernel of its own, and no public model has so many experts on a GPU."""
 
-SIZES = ((64, 512, 8192), (8192, 8192, 8192))
-"""M, N and K. Tiles that are not persistent need few, and splits of K much K; all others take any size."""
+SIZES = ((64, 512, 8192), (256, 512, 8192), (8192, 8192, 8192))
+"""M, N and K. Tiles that are not persistent need few, and splits of K much K. Of 16-bit tiles up to 64 rows rank others
+than more rows. All others take any size."""
 
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
@@ -53,12 +57,32 @@ def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
     found: dict[KernelParams, None] = {}
     for op in ops.table.PRODUCTS:
         for asked in specs(op, spec):
-            for family in kernels.for_spec(asked, spec):
-                for config in family.fitting(asked, family.configs(spec)):
-                    found[family.params(asked, config, spec)] = None
+            for family, config in ranked(asked, spec):
+                found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
         found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
     return sorted(found, key=lambda params: (params.kernel, str(params)))
+
+
+def ranked(asked: GemmSpec, arch: ArchSpec) -> list[tuple[GemmFamily, GemmConfig]]:
+    """The kernels that the selector may choose for sizes such as those of ``asked``. Groups and few rows have too many
+    cases for a few sizes: all of them that fit are here."""
+    found: list[tuple[GemmFamily, GemmConfig]] = []
+    for family in kernels.for_spec(asked, arch):
+        configs: Sequence[GemmConfig] = family.fitting(asked, family.configs(arch))
+        alone = asked.grouping == "none" and not family.rules.few_tokens
+        found += [(family, c) for c in (rules.worthwhile(family, asked, configs) if alone else configs)]
+    plain = {_place(config) for _, config in found if not config.swap_ab}
+    # Beside the same tile of another family, a swap-AB tile of many rows only transposes D as well.
+    return [each for each in found if not _is_turned(*each) or _place(each[1]) not in plain]
+
+
+def _is_turned(family: GemmFamily, config: GemmConfig) -> bool:
+    return config.swap_ab and not family.rules.few_tokens
+
+
+def _place(config: GemmConfig) -> tuple[tuple[int, int], int, int]:
+    return config.tile, config.cluster_m, config.cluster_n
 
 
 def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
@@ -66,8 +90,13 @@ def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
     product = ops.table.PRODUCTS[op]
     tables = {groups.segments(product.grouping, count): count for count in range(1, MOST_ENTRIES + 1)}
     counts = [count for entries, count in tables.items() if entries <= MOST_ENTRIES]
-    for of_a, of_b, aligned, count, (m, n, k) in itertools.product(MAJORS, MAJORS, (True, False), counts, SIZES):
-        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, majors=(of_a, of_b), aligned=aligned)
+    uses = [(use, aligned) for use in product.uses for aligned in (True, False) if aligned or use not in product.others]
+    every = itertools.product(uses, itertools.product(MAJORS, repeat=2), counts, SIZES)
+    for (use, aligned), majors, count, (m, n, k) in every:
+        if use.majors not in (None, majors):
+            continue
+        how: dict[str, Any] = {"majors": majors, "output": use.output, "accumulate": use.accumulate, "aligned": aligned}
+        asked = ops.spec(m, n, k, arch.num_sms, op, groups=count, expected_m=m, **how)
         try:
             kernels.for_spec(asked, arch)
         except UnsupportedError:

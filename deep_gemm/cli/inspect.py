@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 @click.option("--op", default=layers.FP8, help="The operation.")
 @click.option("--groups", type=click.IntRange(1), default=1, help="Groups of a grouped operation.")
 @click.option("--expected-m", type=click.IntRange(1), help="Rows expected in a masked group. [all]")
+@click.option("--epilogue", help="The epilogue, such as bias:bf16+silu or swiglu+fp8.")
 @sms_option
 @click.option("--top", default=8, type=click.IntRange(1), help="How many configs to list.")
 @click.option("--sass", "with_sass", is_flag=True, help="Print the machine code too.")
@@ -36,6 +37,7 @@ def command(
     op: str,
     groups: int,
     expected_m: int | None,
+    epilogue: str | None,
     num_sms: int | None,
     top: int,
     with_sass: bool,
@@ -54,7 +56,10 @@ def command(
         raise click.UsageError(f"--groups is for {', '.join(known)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
-    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0)
+    from deep_gemm.ops.epilogue import epilogue_texts
+
+    text = "none" if epilogue is None else epilogue_texts(epilogue)[0]
+    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0, text)
     report = examine(asked, arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
@@ -66,12 +71,18 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     from deep_gemm import arch as archs
     from deep_gemm import kernels, select
     from deep_gemm.aot import build
+    from deep_gemm.kernels import epilogues
     from deep_gemm.runtime import engine
+    from deep_gemm.select import casts
 
     spec = archs.get(arch)
     if why := build.refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"Every call with {shape} is refused: {why}")
     asked = build.spec_of(shape, spec, num_sms)
+    both = epilogues.apart(asked)
+    casting = both and casts.casting(asked, spec)
+    if both and casting and casting.launches == 2:
+        asked = both[0]
     ranked = select.rank(asked, spec)
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
@@ -84,6 +95,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     report: dict[str, Any] = {
         "asked": _asked(asked),
         "spec": dataclasses.asdict(asked),
+        "casting": casting and dataclasses.asdict(casting),
         "configs_ranked": len(ranked),
         "calibration": ranked[0].calibration.origin,
         "configs": configs,
@@ -110,6 +122,9 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
 def _print(report: dict[str, Any]) -> None:
     out = console()
     fact(out, "asked", report["asked"])
+    if casting := report["casting"]:
+        way = "1, which casts" if casting["launches"] == 1 else "2, this product and a cast of it"
+        fact(out, "launches", f"{way}: {casting['one_us']:.2f} us in one, {casting['two_us']:.2f} us in two")
     fact(out, "ranked", f"by {report['calibration']}")
     rows = [[number, *_described(entry["config"])] for number, entry in enumerate(report["configs"], 1)]
     columns = ["", "tile", "stages", "consumers", "cluster", "CTAs/SM", "kernel"]

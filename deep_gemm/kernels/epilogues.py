@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any, Literal
 
 from ..records import record
-from ..spec import Dtype
+from ..spec import AMAX_MIN, Dtype, GemmSpec, Operand, QuantizeSpec, float_bits
 from .base import Argument, Strides, Value, parameters
 from .expressions import MARK, Expression
 
@@ -138,7 +137,7 @@ class Parts:
         if self.is_gated:
             limit = float("inf") if self.clamp is None else self.clamp
             turns = ", true" if self.interleaved else ""
-            activation += f"<0x{struct.unpack('<I', struct.pack('<f', limit))[0]:08x}{turns}>"
+            activation += f"<0x{float_bits(limit):08x}{turns}>"
         given = [getattr(self, part.name) for part in PARTS]
         flags = [_ARGUMENTS[flag] for flag in (self.alpha, *given[:3], self.cast == "ue8m0", *given[3:])]
         while len(flags) > 4 and flags[-1] == "false":  # the defaults of those behind the first three parts
@@ -195,3 +194,14 @@ def parse(text: str) -> Parts:
         expression=Expression.parse(own) if own else None,
         **fields,
     )
+
+
+def apart(spec: GemmSpec) -> tuple[GemmSpec, QuantizeSpec] | None:
+    """Two launches that compute what ``spec`` does in one, if D is FP8 and there are no groups: the product with a
+    contiguous float32 D, and the cast of it, that of `deep_gemm.quantize.rows`. None for others."""
+    if spec.d.dtype != "e4m3" or spec.grouping != "none":
+        return None
+    parts, epsilon = parse(spec.epilogue), float_bits(AMAX_MIN)
+    columns, powers = spec.n // 2 if parts.is_gated else spec.n, parts.cast == "ue8m0"
+    product = replace(spec, d=Operand("f32", "mn"), epilogue=str(replace(parts, cast="")))
+    return product, QuantizeSpec(spec.m, columns, "f32", "row", "none", epsilon=epsilon, power_of_two=powers)

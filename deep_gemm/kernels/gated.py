@@ -14,22 +14,39 @@ from .epilogues import parse
 from .fp8_scaled import Fp8Scaled
 from .gemm import ALONG_M, SAME, GemmFamily
 from .half_gemm import HalfGemm
+from .template import Template
 
 _WIDTHS = (64, 128, 256)
-"""Columns of tiles, of which half are gate's: of FP8, each half lies in one block of B's scales."""
+"""Columns of tiles, of which half are gate's."""
 
 _FEW_ROWS = 64, 256
 """The tile for FP8 output of few rows."""
 
 
-class Fp8Gated(Fp8Scaled):
-    """Tiles of `Fp8Scaled`, whose consumers have gate and up in the same thread. N is that of the product: gate's and
-    up's columns."""
+class Gated(Template):
+    """What both have: consumers with gate and up in the same thread. N is that of the product: gate's and up's columns.
+    The other base of a class gives the rest."""
 
     gated = True
 
     def __init__(self) -> None:
-        super().__init__(groups="gated")
+        super().__init__(groups="gated")  # type: ignore[call-arg]
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        if config.block_n not in _WIDTHS:
+            return f"block_n must be one of {_WIDTHS}, of which gate has half, not {config.block_n}"
+        if config.cluster_n * config.cluster_k > 1:
+            return "CTAs that share A could lie outside of D, and those that share K have no whole gate"
+        return super().illegal(config, arch)  # type: ignore[safe-super]
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+        """With groups there is one CTA on an SM, without clusters."""
+        may = spec.grouping == "none" or config.cluster_size * config.ctas_per_sm == 1
+        return may and super().fits(spec, config, accumulate, scaling)
+
+
+class Fp8Gated(Gated, Fp8Scaled):
+    """Tiles of `Fp8Scaled`. Each half of one lies in one block of B's scales."""
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles of 64 or 128 rows, without clusters or in pairs that share B, with one set of partial sums or two."""
@@ -37,53 +54,24 @@ class Fp8Gated(Fp8Scaled):
         return itertools.product((64, 128), _WIDTHS, clusters, (1, 2), (1, 2))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
-        c = config
-        if c.block_n not in _WIDTHS:
-            return f"block_n must be one of {_WIDTHS}, so that both halves lie in one block of scales, not {c.block_n}"
-        if c.slices != 1:
-            return f"a consumer has gate and up of 64 rows, not of {c.slices * 64}"
-        if c.cluster_n > 1:
-            return "CTAs that share A could lie outside of D"
-        if c.num_consumers > 1 and c.num_partials > 1:
+        if config.slices != 1:
+            return f"a consumer has gate and up of 64 rows, not of {config.slices * 64}"
+        if config.num_consumers > 1 and config.num_partials > 1:
             return "two consumers have one set of partial sums"
         return super().illegal(config, arch)
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
-        """With groups there are no clusters. A lone consumer of all columns of an FP8 scale has no registers for groups
-        and for alpha."""
-        if spec.grouping != "none" and config.cluster_size > 1:
-            return False
-        if config.tile == _FEW_ROWS:
-            alone = spec.grouping == "none" and not parse(spec.epilogue).alpha
-            return alone and spec.d.dtype == "e4m3" and super().fits(spec, config, accumulate, scaling)
-        return super().fits(spec, config, accumulate, scaling)
+        """A lone consumer of all columns of an FP8 scale has no registers for groups and for alpha."""
+        alone = spec.grouping == "none" and spec.d.dtype == "e4m3" and not parse(spec.epilogue).alpha
+        return (alone or config.tile != _FEW_ROWS) and super().fits(spec, config, accumulate, scaling)
 
 
-class HalfGated(HalfGemm):
-    """Tiles of `HalfGemm`, whose consumers have gate and up in the same thread. N is that of the product: gate's and
-    up's columns."""
-
-    gated = True
-
-    def __init__(self) -> None:
-        super().__init__(groups="gated")
+class HalfGated(Gated, HalfGemm):
+    """Tiles of `HalfGemm`."""
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles of 64 to 256 rows, without clusters or in pairs that share B, with one or two CTAs per SM."""
         return itertools.product((64, 128, 256), _WIDTHS, ((1, 1, 1), (2, 1, 1)), (1, 2))
-
-    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
-        if config.block_n not in _WIDTHS:
-            return f"block_n must be one of {_WIDTHS}, not {config.block_n}"
-        if config.cluster_n * config.cluster_k > 1:
-            return "CTAs that share A could lie outside of D, and those that share K have no whole gate"
-        return super().illegal(config, arch)
-
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
-        """With groups there is one CTA on an SM, without clusters."""
-        if spec.grouping != "none" and config.cluster_size * config.ctas_per_sm > 1:
-            return False
-        return super().fits(spec, config, accumulate, scaling)
 
 
 def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:

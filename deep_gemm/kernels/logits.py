@@ -133,8 +133,13 @@ class LogitsKernel(Kernel):
         return f"q{config.tile[0]}"
 
     def default_cases(self) -> list[KernelParams]:
-        """Every config, with float32 results."""
-        return [KernelParams(self.name, SM90.name, config, output=OUTPUTS[0]) for config in self.configs(SM90)]
+        """Every config, with float32 results; with bf16 those of 128 elements, as public models have."""
+        every = [
+            KernelParams(self.name, SM90.name, config, output=output)
+            for config in self.configs(SM90)
+            for output in OUTPUTS
+        ]
+        return [params for params in every if params.output == OUTPUTS[0] or self.typed(params).dim == DIMS[0]]
 
     def precompile_cases(self) -> list[KernelParams]:
         """None: no GEMM calls it."""

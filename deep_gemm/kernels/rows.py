@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import product
@@ -13,7 +12,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..records import record
-from ..spec import Dtype, RowsSpec, Spec, ceil_div
+from ..spec import Dtype, RowsSpec, Spec, ceil_div, float_bits
 from .base import Argument, Kernel, Strides, Value, parameters
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
@@ -174,7 +173,7 @@ class Rows(Kernel):
         values["stride"] = strides["values" if "scales" in strides else "out"][0]
         if "scales" in strides:
             values["scale_stride_row"], values["scale_stride_column"] = strides["scales"]
-            values["amax_min"] = struct.unpack("<I", struct.pack("<f", spec.amax_min))[0]
+            values["amax_min"] = float_bits(spec.amax_min)
             values["power_of_two"] = int(spec.power_of_two)
         config = _tile(params)
         across = 1 if _function(params).reduces else ceil_div(spec.columns, config.tile_columns)

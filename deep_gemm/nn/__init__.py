@@ -12,8 +12,20 @@ from deep_gemm.nn.grouped import FP8GroupedLinear
 from deep_gemm.nn.linear import BF16Linear, FP8Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.routing import Routing
+from deep_gemm.nn.spread import SpreadReport, check_spread
 
-__all__ = ["BF16Linear", "FP8GroupedLinear", "FP8Linear", "MoE", "Report", "Routing", "convert", "load_checkpoint"]
+__all__ = [
+    "BF16Linear",
+    "FP8GroupedLinear",
+    "FP8Linear",
+    "MoE",
+    "Report",
+    "Routing",
+    "SpreadReport",
+    "check_spread",
+    "convert",
+    "load_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:

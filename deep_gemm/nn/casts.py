@@ -12,10 +12,9 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops import linear
 from deep_gemm.ops import quantize as ops
-from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.quantize import Quantized
-from deep_gemm.spec import Blocks, align
+from deep_gemm.spec import AMAX_MIN, Blocks, align
 
 WeightGradient: TypeAlias = Literal["1x128", "mixed"]
 """How x is scaled in the weight gradient: by 1 x 128, as in DeepSeek-V3, or "mixed": by 128 x 128. Gradients of the

@@ -35,9 +35,9 @@ class Report:
     """The layers that stay as they were, by name, and why."""
 
     def __str__(self) -> str:
-        lines = [f"{counted(len(self.converted), 'linear layer')} converted: {_listed(self.converted)}"]
+        lines = [f"{counted(len(self.converted), 'linear layer')} converted: {listed(self.converted)}"]
         for why in dict.fromkeys(self.kept.values()):
-            lines.append(f"kept, because {why}: {_listed([x for x in self.kept if self.kept[x] == why])}")
+            lines.append(f"kept, because {why}: {listed([x for x in self.kept if self.kept[x] == why])}")
         return "\n".join(lines)
 
 
@@ -131,7 +131,7 @@ def _why_kept(
     return why_not(layer.in_features, layer.out_features, dtype)
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """Names, without their numbers, and how often each comes."""
     counts = collections.Counter(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) or "the model" for name in names)
     return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items()) or "none"

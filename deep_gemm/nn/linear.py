@@ -71,7 +71,8 @@ class FP8Linear(Linear, FP8Weights):
             "inference": ``weight`` is E4M3, with float32 ``weight_scale_inv`` (ceil(out / 128), ceil(in / 128)). It
             takes half of the memory of bfloat16 and no gradient; gradients of x pass through it.
         weight_gradient: "1x128", or "mixed": x has scales of 128 x 128 in the weight gradient, which is faster, and
-            less exact for a channel whose values are below 2^-14 of those of another of its 128.
+            less exact for a channel that is 2^13 or more below another of its 128: `deep_gemm.nn.check_spread` tells.
+            The attribute may be set at any time.
         recast: "always", or "when changed": the cast of the last forward pass is kept until an operation of torch
             writes to ``weight``, which saves casts while gradients of several batches are added. It takes two bytes a
             weight, and does not see what is written through ``weight.data``. Compiled layers always cast.

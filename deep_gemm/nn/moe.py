@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,16 +40,16 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        rows, tokens, labels, sizes, main_gate_up, main_down, wgrad, *cast = rest
+        rows, tokens, labels, sizes, main_gate_up, main_down, wgrad_gate_up, wgrad_down, *cast = rest
         routing = Routing(rows, tokens, labels, sizes)
-        blocks = casts.BLOCKS[wgrad]
-        x_rows, x_columns = casts.tokens(routing.spread(x), blocks)
+        x_rows, x_columns = casts.tokens(routing.spread(x), casts.BLOCKS[wgrad_gate_up])
         hidden = grouped_product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels)
-        h_rows, h_columns = casts.tokens(hidden, blocks, gated=True)
+        h_rows, h_columns = casts.tokens(hidden, casts.BLOCKS[wgrad_down], gated=True)
         out = grouped_product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels)
         turned = gate_up if cast[2] is None else cast[2], cast[3], down if cast[6] is None else cast[6], cast[7]
         ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
-        ctx.mains, ctx.wgrad, ctx.dtypes = (main_gate_up, main_down), wgrad, (gate_up.dtype, down.dtype)
+        ctx.mains, ctx.wgrads = (main_gate_up, main_down), (wgrad_gate_up, wgrad_down)
+        ctx.dtypes = gate_up.dtype, down.dtype
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
 
     @staticmethod
@@ -66,13 +67,13 @@ class Experts(torch.autograd.Function):
         d_hidden = swiglu_backward(
             hidden, grouped_product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels)
         )
-        d_down = grouped_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrad, sizes)
+        d_down = grouped_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrads[1], sizes)
 
         rows, columns = casts.gradients(d_hidden)
         dx = grouped_product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels)
-        d_gate_up = grouped_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrad, sizes)
+        d_gate_up = grouped_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrads[0], sizes)
         dx = routing.choices(dx).sum(1).to(dy.dtype)
-        return dx, d_weights, d_gate_up, d_down, *(None,) * 15
+        return dx, d_weights, d_gate_up, d_down, *(None,) * 16
 
 
 class MoE(nn.Module):
@@ -103,6 +104,8 @@ class MoE(nn.Module):
         self.width, self.top_k = width, top_k
         self.exchange: Any = None
         """What sends tokens to the ranks of their experts: see `deep_gemm.nn.parallel.ExpertParallel`."""
+        self.watchers: list[Callable[[Tensor, Routing], None]] = []
+        """What `deep_gemm.nn.check_spread` has called with the tokens of each call, and their routing."""
         self.router = nn.Linear(width, experts, bias=False, device=options.get("device"), dtype=torch.float32)
         self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
         self.down = FP8GroupedLinear(experts, hidden, width, **options)
@@ -131,13 +134,20 @@ class MoE(nn.Module):
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
+        for watch in self.watchers:
+            watch(x, routing)
         if self.gate_up.takes_gradient() and self.down.takes_gradient():
             return self._recorded(x, weights, routing)
         return self._plain(x, weights, routing)
 
+    def hidden(self, x: Tensor, routing: Routing) -> Tensor:
+        """Gate and up of the rows of all experts, without gradients: (rows, 2 * hidden) bfloat16."""
+        rows = quantize.rows(routing.spread(x.detach()))
+        return grouped_product(rows, self.gate_up.plain(), torch.bfloat16, routing.labels)
+
     def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         places = routing.rows, routing.tokens, routing.labels, routing.sizes
-        how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient
+        how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient, self.down.weight_gradient
         (gate_up, *cast), (down, *more) = self.gate_up.recorded(), self.down.recorded()
         y: Tensor = Experts.apply(x, weights, gate_up, down, *places, *how, *cast, *more)
         return y
@@ -148,8 +158,6 @@ class MoE(nn.Module):
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        hidden = grouped_product(
-            quantize.rows(routing.spread(x.detach())), self.gate_up.plain(), torch.bfloat16, routing.labels
-        )
+        hidden = self.hidden(x, routing)
         out = grouped_product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, routing.labels)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)

@@ -99,9 +99,12 @@ class FP8Weights(Divisible):
             self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """FSDP2 sets the weight: its gathered one before a pass, and the shard after it."""
+        """FSDP2 sets the weight: its gathered one before a pass, and the shard after it. Users may set
+        ``weight_gradient``."""
         if name == "weight" and hasattr(value, "to_local"):
             self.is_resharded = True
+        if name == "weight_gradient":
+            check_word(name, value, WeightGradient)
         super().__setattr__(name, value)
 
     def set_stored(self, weight: Quantized) -> None:

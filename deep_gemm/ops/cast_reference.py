@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
+from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, align, ceil_div
 from deep_gemm.tensors import check_tensor, shown
 
 E4M3_MAX = 448.0
-AMAX_MIN = 1e-4
 SCALE_MIN = 2.0**-128
 """The least scale above 0: the reciprocal of a smaller one is more than a float32 can hold."""
 

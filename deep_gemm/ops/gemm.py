@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import Finish, Scalings
+from deep_gemm.runtime import engine
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
 from .. import kernels, options
@@ -257,7 +258,7 @@ class Gemm(Operation):
         return all(map(layouts.tma_writable, outputs.values()))
 
     def work(self, x: GemmOperands, device: int) -> Work:
-        """The GEMM, after the launches that prepare its operands."""
+        """The GEMM, after the launches that prepare its operands; and its cast, if that is a launch of its own."""
         found = Preparation({name: name for name in x.tensors})
         for part in epilogues.PARTS:
             if part.name in x.tensors and part.axes != "mn":
@@ -291,7 +292,9 @@ class Gemm(Operation):
         if size := memory_bytes(asked):
             found.scratch["memory"] = ((size,), torch.uint8)
             found.operands["memory"] = "memory"
-        return Work((*found.steps, Step(asked, found.strides, found.operands)), found.scratch)
+        product, cast = engine.launches(asked, device)
+        after = () if cast is None else (found.cast_of_product(cast),)
+        return Work((*found.steps, Step(product, found.strides, found.operands), *after), found.scratch)
 
 
 def _step(x: Tensor) -> int:

@@ -10,7 +10,7 @@ from deep_gemm.runtime.calls import Step
 
 from ..errors import InvalidInputError
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
-from ..spec import CopySpec, Major, Spec, TransposeBytesSpec, TransposeSpec, align
+from ..spec import CopySpec, Major, QuantizeSpec, Spec, TransposeBytesSpec, TransposeSpec, align
 from .checks import shape_of
 
 TMA_BYTES = ADDRESS_ALIGNMENT
@@ -176,3 +176,12 @@ class Preparation:
         place = self.operands[name] = f"{name} {done}"
         self.scratch[place] = (shape, dtype)
         self.steps.append(Step(spec, {"source": strides}, {"source": name, "target": place}))
+
+    def cast_of_product(self, spec: QuantizeSpec) -> Step:
+        """The cast of the product to an FP8 d, and its scales. The product is in scratch memory then."""
+        place, row = "float32 d", (spec.columns, 1)
+        strides = {"x": row, "values": self.strides["d"], "scales": self.strides.pop("sfd")}
+        places = {"x": place, "values": self.operands["d"], "scales": self.operands.pop("sfd")}
+        self.scratch[place] = (spec.rows, spec.columns), torch.float32
+        self.strides["d"], self.operands["d"] = row, place
+        return Step(spec, strides, places)

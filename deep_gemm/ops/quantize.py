@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
+from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
 from ..records import record
-from ..spec import SCALE_BLOCK, Blocks, QuantizeSpec
+from ..spec import AMAX_MIN, SCALE_BLOCK, Blocks, QuantizeSpec, float_bits
 from . import checks
 from .checks import shape_of
 from .layouts import TMA_BYTES
@@ -127,7 +127,7 @@ class Quantize(Operation):
             plain=blocks.get("plain", "none"),
             transposed=blocks.get("transposed", "none"),
             gated=gated,
-            epsilon=struct.unpack("<I", struct.pack("<f", abs(epsilon)))[0],  # -0.0 has a sign
+            epsilon=float_bits(abs(epsilon)),  # -0.0 has a sign
             power_of_two=use_ue8m0,
             source_rows=None if index is None else source_rows,
             factors=factors is not None,

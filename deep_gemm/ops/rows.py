@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from deep_gemm.kernels.rows import FUNCTIONS
-from deep_gemm.ops.cast_reference import AMAX_MIN, cast_blocks
+from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
 from ..records import record
-from ..spec import RowsSpec
+from ..spec import AMAX_MIN, RowsSpec
 from . import checks
 from .checks import shape_of
 from .table import DTYPES

@@ -3,7 +3,7 @@ and nowhere else."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -29,10 +29,20 @@ WHOLE_ROWS: Scalings = ("row", "row")
 
 
 @record(frozen=True)
+class Use:
+    """How a call uses d: its dtype, and what the product is added to. If ``majors`` are given, so are a and b."""
+
+    output: Dtype
+    accumulate: Accumulate = "none"
+    majors: tuple[Major, Major] | None = None
+
+
+@record(frozen=True)
 class Product:
     """What an operation multiplies. The first of ``outputs``, the dtypes of d, is that of a model's layers; so are
     ``scaling``, ``majors`` and ``accumulate``, which calls may change. ``helpers`` are kernels that may run before it:
-    they copy, transpose or cast operands. ``forms`` are the layouts of a and b in the names of public functions."""
+    they copy, transpose or cast operands. ``forms`` are the layouts of a and b in the names of public functions.
+    ``others`` are the uses of d, besides a layer's, that engines and training frameworks have."""
 
     dtype: Dtype
     outputs: tuple[Dtype, ...]
@@ -42,6 +52,12 @@ class Product:
     grouping: Grouping = "none"
     helpers: tuple[str, ...] = ()
     forms: tuple[str, ...] = ("nt",)
+    others: tuple[Use, ...] = ()
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """A layer's use of d first."""
+        return Use(self.outputs[0], self.accumulate), *self.others
 
     @property
     def is_scaled(self) -> bool:
@@ -92,13 +108,31 @@ def _by_m(dtype: Dtype, grouping: Grouping) -> Product:
     return Product(dtype, ("bf16",), grouping=grouping, forms=forms)
 
 
-_K_FP8 = Product("e4m3", ("f32", "bf16"), ROWS_ON_BOTH_SIDES, accumulate="in place", grouping="k")
+_OF_FP8: tuple[Dtype, ...] = ("bf16", "f32", "f16")
+"""What dense FP8 products write, whatever their scales."""
+
+_FLOAT16_MODEL = Use("f16")
+_ROUTER = Use("f32", majors=("k", "k"))
+_MAIN_GRAD = Use("f32", "in place", majors=("mn", "mn"))
+_NEW_GRADIENT = (Use("f32"), Use("bf16"))
+"""Of a layer's step that adds to nothing, by the dtype of its weight."""
+
+_BY_K: dict[str, Any] = {"outputs": ("f32", "bf16"), "accumulate": "in place", "grouping": "k"}
+_K_FP8 = Product("e4m3", scaling=ROWS_ON_BOTH_SIDES, others=(*_NEW_GRADIENT, Use("f32", "from c")), **_BY_K)
+_K_BF16 = Product("bf16", majors=("mn", "mn"), forms=("tn",), others=(Use("bf16", "in place"),), **_BY_K)
 
 PRODUCTS: dict[str, Product] = {
-    FP8: Product("e4m3", ("bf16", "f32", "f16"), BLOCKS, helpers=_TRANSPOSES, forms=_FORMS),
-    WGRAD: Product("e4m3", ("f32",), ROWS_ON_BOTH_SIDES, accumulate="in place", helpers=(*_TRANSPOSES, "quantize")),
-    ROWWISE: Product("e4m3", ("bf16",), WHOLE_ROWS, helpers=_TRANSPOSES),
-    BF16: Product("bf16", ("bf16", "f32"), helpers=("copy_rows",), forms=_FORMS),
+    FP8: Product("e4m3", _OF_FP8, BLOCKS, helpers=_TRANSPOSES, forms=_FORMS, others=(_FLOAT16_MODEL,)),
+    WGRAD: Product(
+        "e4m3",
+        ("f32", "bf16", "f16"),
+        ROWS_ON_BOTH_SIDES,
+        accumulate="in place",
+        helpers=(*_TRANSPOSES, "quantize"),
+        others=_NEW_GRADIENT,
+    ),
+    ROWWISE: Product("e4m3", _OF_FP8, WHOLE_ROWS, helpers=_TRANSPOSES),
+    BF16: Product("bf16", ("bf16", "f32"), helpers=("copy_rows",), forms=_FORMS, others=(_ROUTER, _MAIN_GRAD)),
     FP16: Product("f16", ("f16", "f32"), helpers=("copy_rows",), forms=_FORMS),
     M_FP8: _by_m("e4m3", "contiguous"),
     M_FP8 + PSUM: _by_m("e4m3", "psum"),
@@ -108,13 +142,13 @@ PRODUCTS: dict[str, Product] = {
     M_BF16_MASKED: _by_m("bf16", "masked"),
     K_FP8: _K_FP8,
     K_PADDED: _K_FP8,
-    K_BF16: replace(_K_FP8, dtype="bf16", scaling=PLAIN, majors=("mn", "mn"), forms=("tn",)),
+    K_BF16: _K_BF16,
     BMM_FP8: Product("e4m3", ("bf16",), BLOCKS, grouping="batched", helpers=_TRANSPOSES[:1]),
     BMM_BF16: Product("bf16", ("bf16", "f32"), grouping="batched"),
     BMM_FP16: Product("f16", ("f16", "f32"), grouping="batched"),
     ABSORBED: Product("bf16", ("bf16", "f32"), majors=("k", "mn"), grouping="batched"),
     SKIP_HEAD_MID: Product("e4m3", ("bf16",), BLOCKS, grouping="heads", helpers=_TRANSPOSES),
-    SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed"),
+    SUM_BF16: Product("bf16", ("f32", "bf16"), accumulate="in place", grouping="summed", others=(Use("bf16"),)),
 }
 NAMES = tuple(name for name, product in PRODUCTS.items() if product.grouping not in ("k", "summed", "heads"))
 """Operations that layers can run."""

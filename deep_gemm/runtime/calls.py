@@ -159,10 +159,12 @@ def _prepare(operation: Operation, x: Operands, device: int) -> Call:
 
         measuring.consider(operation, work, x.tensors, device)
     promised = all(weight_promises.is_constant(x.tensors[name]) for name in operation.weights)
-    # The last step first: it is the operation itself, so an error names its sizes.
-    plans = [operation.plan(step, device) for step in reversed(work.steps)][::-1]
+    # The operation itself first, so that an error names its sizes.
+    main, own = work.main, operation.plan(work.steps[work.main], device)
+    plans = [own if index == main else operation.plan(step, device) for index, step in enumerate(work.steps)]
     replay = Replay(work, plans, x.tensors, operation, _raw_stream(device), promised)
-    return monitor.watch(replay, operation, x, plans[-1].config, plans[-1].symbol)
+    config, symbol = (" + ".join(words) for words in zip(*((y.config, y.symbol) for y in plans[main:]), strict=True))
+    return monitor.watch(replay, operation, x, config, symbol)
 
 
 class Replay:

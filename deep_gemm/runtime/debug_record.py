@@ -16,6 +16,7 @@ from deep_gemm.settings import settings
 
 _lock = threading.Lock()
 _plans: dict[Hashable, Callable[[], dict[str, Any]]] = {}
+_castings: dict[Hashable, Callable[[], dict[str, Any]]] = {}
 _dump_registered = False
 
 
@@ -30,13 +31,20 @@ def add_plan(key: Hashable, entry: Callable[[], dict[str, Any]]) -> None:
             atexit.register(_dump_at_exit)
 
 
+def add_casting(key: Hashable, entry: Callable[[], dict[str, Any]]) -> None:
+    """Keep ``entry``, which says in how many launches the product ``key`` with an FP8 D is computed."""
+    with _lock:
+        _castings[key] = entry
+
+
 def debug_info() -> dict[str, Any]:
     """Versions, settings that differ from their defaults, build statistics, and one entry for each plan: the problem,
     the config and the next best with the model's estimates, where the binary came from, its resources, and times in
-    seconds. JSON-ready.
+    seconds. ``castings`` has one for each product with a d of FP8: the launches, and the estimates of one and of two.
+    JSON-ready.
 
     >>> sorted(deep_gemm.debug_info())
-    ['builder', 'driver', 'plans', 'python', 'settings', 'torch']
+    ['builder', 'castings', 'driver', 'plans', 'python', 'settings', 'torch']
     """
     import torch
 
@@ -45,7 +53,7 @@ def debug_info() -> dict[str, Any]:
 
     release = driver_release()
     with _lock:
-        plans = list(_plans.values())
+        plans, castings = list(_plans.values()), list(_castings.values())
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -57,6 +65,7 @@ def debug_info() -> dict[str, Any]:
         },
         "builder": default_builder().stats,
         "plans": [entry() for entry in plans],
+        "castings": [entry() for entry in castings],
     }
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function, primary_context
 from deep_gemm.jit.generator import render
 from deep_gemm.jit.render_key import render_key
+from deep_gemm.kernels import epilogues
 from deep_gemm.kernels.base import Kernel, LaunchPlan, Strides
 from deep_gemm.log import say
 from deep_gemm.params import Config, KernelParams
@@ -35,7 +36,10 @@ from deep_gemm.runtime import debug_record
 from deep_gemm.runtime.debug_record import debug_info, dump_debug_info
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, Spec
+from deep_gemm.spec import GemmSpec, QuantizeSpec, Spec
+
+if TYPE_CHECKING:
+    from deep_gemm.select.casts import Casting
 
 __all__ = [
     "Plan",
@@ -93,6 +97,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 _plans: dict[tuple[Spec, int], Plan] = {}
+_castings: dict[tuple[GemmSpec, int], Casting] = {}
 _functions: dict[Hashable, tuple[Function, Binary]] = {}
 
 
@@ -148,6 +153,25 @@ def plan(spec: Spec, device: int) -> Plan:
         return found
 
 
+def launches(spec: GemmSpec, device: int) -> tuple[GemmSpec, QuantizeSpec | None]:
+    """The launches that compute ``spec`` on CUDA device ``device``: one, or a product and the cast of it (see
+    `select.casts`). Raises UnsupportedError."""
+    both = epilogues.apart(spec)
+    if both is None:
+        return spec, None
+    found = _castings.get((spec, device))
+    if found is None:
+        from deep_gemm.select import casts  # here, so that processes without such products do not import it
+
+        found = casts.casting(spec, archs.for_device(device), calibration_of(device))
+        entry = {"device": device, **asdict(found)}
+        debug_record.add_casting((spec, device), lambda: {"spec": asdict(spec), **entry})
+        if settings.print_configs:
+            say(f"{spec}: {found.one_us:.2f} us in one launch, {found.two_us:.2f} us in two: {found.launches}")
+        _castings[spec, device] = found
+    return (spec, None) if found.launches == 1 else both
+
+
 def is_planned(spec: Spec, device: int) -> bool:
     """Whether `plan` would find a plan that it made before."""
     return (spec, device) in _plans
@@ -157,6 +181,7 @@ def forget_plans() -> None:
     """Forget all plans, so that configs are chosen again; loaded kernels stay loaded."""
     with _lock:
         _plans.clear()
+        _castings.clear()
 
 
 options.on_change(forget_plans)

@@ -68,7 +68,8 @@ class Call(Protocol):
 
 @record(frozen=True)
 class Labels:
-    """The labels of a series. ``config`` is the kernel's config, or the name of the fallback that computed the call."""
+    """The labels of a series. ``config`` is the kernel's config, or the name of the fallback that computed the call. If
+    a cast follows the product as a launch of its own, both have two parts, joined by " + "."""
 
     operation: str
     shape: str

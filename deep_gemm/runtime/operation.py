@@ -18,7 +18,7 @@ from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.kernels.base import Strides
 from deep_gemm.records import record
 from deep_gemm.runtime import engine
-from deep_gemm.spec import Spec, align
+from deep_gemm.spec import GemmSpec, Spec, align
 
 
 class Operands(Protocol):
@@ -72,6 +72,12 @@ class Work:
             base, start = found.get(whole, (whole, 0))
             found[name] = base, start + offset
         return found
+
+    @property
+    def main(self) -> int:
+        """The step by which a call is known: the last product, or if there is none the last step."""
+        products = [index for index, step in enumerate(self.steps) if isinstance(step.spec, GemmSpec)]
+        return products[-1] if products else len(self.steps) - 1
 
     @property
     def scratch_bytes(self) -> int:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import InvalidInputError
 from ..records import record
+from . import sheets
 from .power import Power
-
-if TYPE_CHECKING:
-    from .sheets import Sheet
+from .sheets import Sheet
 
 FOLDER = Path(__file__).parent / "calibrations"
 
 PREFIX = "speed "
 """What the names of speeds for some products begin with in a calibration file."""
+
+NAMED = ("of 16-bit tiles",)
+"""The names of all speeds for some products; see `rules.speeds`."""
 
 
 @record(frozen=True)
@@ -138,8 +139,8 @@ def _read(kind: type[Kind], data: dict[str, Any]) -> Kind:
 
 def file_of(device_name: str) -> Path:
     """The path of the file for a GPU model, such as "NVIDIA H200"; it need not exist."""
-    stem = re.sub(r"\W", "_", device_name.lower()).strip("_")
-    return FOLDER / f"{stem}.json"
+    stem = "".join(letter if letter.isalnum() else "_" for letter in device_name.lower())
+    return FOLDER / f"{stem.strip('_')}.json"
 
 
 @functools.cache
@@ -153,14 +154,15 @@ def load(path: Path) -> Calibration:
 def for_device(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
     """The calibration of a GPU model. If it has none, or lacks speeds of some products, the nearest card's, scaled by
     the spec sheets. The sheet of an unknown card is found by SMs and bandwidth; 0 means unknown."""
-    from . import sheets  # here: a process whose kernels are all known needs none
-
-    sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s)
     path = file_of(device_name)
+    own = load(path) if path.is_file() else None
+    if own is not None and tuple(name for name, _ in own.others) == NAMED:
+        return own
+    sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
     near = [(each, load(file_of(each.device))) for each in sorted(known, key=sheet.distance)]
     scaled = [found if each == sheet else found.scaled(each, sheet) for each, found in near]
-    found = load(path) if path.is_file() else scaled[0]
+    found = own or scaled[0]
     others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
     return replace(found, others=tuple(sorted(others.items())))
 

@@ -71,6 +71,11 @@ def representative(m: int) -> int:
     return ceil_div(m, step) * step
 
 
+def least(m: int) -> int:
+    """The least M with the `representative` of ``m``."""
+    return m if m <= EXACT_TOKENS else representative(m) - max(8, 1 << (m - 1).bit_length() >> 6) + 1
+
+
 def representatives(max_m: int) -> list[int]:
     """All M that 1..``max_m`` are ranked as, in rising order; the last may be above ``max_m``."""
     found = [0]

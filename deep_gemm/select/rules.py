@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..params import GemmConfig
 from ..spec import GemmSpec, ceil_div
+from .calibration import NAMED
 
 if TYPE_CHECKING:
     from ..kernels.gemm import GemmFamily
@@ -177,4 +178,4 @@ def speeds(spec: GemmSpec) -> str:
     """The name of the speeds in a calibration by which the model estimates ``spec``; empty for the common ones.
     Products that swap-AB tiles can compute have speeds of their own: with those of FP8 the choices there are 1.5%
     worse."""
-    return "of 16-bit tiles" if has_swap_ab_tiles(spec) else ""
+    return NAMED[0] if has_swap_ab_tiles(spec) else ""

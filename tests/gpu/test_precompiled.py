@@ -49,6 +49,22 @@ def test_after_precompiling_no_number_of_tokens_compiles(cache_dir: Path) -> Non
             assert calc_diff(d, x.float() @ y.float().T) < 1e-3, m
 
 
+def test_fp8_output_of_any_number_of_tokens_compiles_nothing(cache_dir: Path) -> None:
+    """In two launches for few tokens and in one for many."""
+    n, k = 1536, 2112
+    summary = deep_gemm.precompile((n, k), op="bf16_gemm_nt", max_m=1100, epilogue="swiglu+fp8")
+    assert not summary.failed
+    launches = set()
+    with settings.override(forbid_compile=True):
+        for m in (1, 5, 17, 64, 65, 200, 341, 342, 500, 1100):
+            a, b = (torch.randn(rows, k, device="cuda").bfloat16() for rows in (m, n))
+            values = torch.empty(m, n // 2, device="cuda", dtype=torch.float8_e4m3fn)
+            d = values, torch.empty(n // 256, m, device="cuda").t()
+            deep_gemm.bf16_gemm_nt(a, b, d, epilogue=deep_gemm.Epilogue(activation="swiglu"))
+            launches.add(deep_gemm.debug_info()["castings"][-1]["launches"])
+    assert launches == {1, 2}
+
+
 CONTAINER = """
 import json, sys, torch, deep_gemm
 from deep_gemm.testing import calc_diff, random_operands

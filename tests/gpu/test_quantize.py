@@ -243,13 +243,19 @@ def test_operands_that_another_kernel_has_just_written() -> None:
     assert same(out[1], scales * (steps + 0.5)[:, None])
 
 
-@pytest.mark.parametrize("pair", ["rows_and_columns", "blocks_and_transpose"])
+PAIRS = {
+    "rows_and_columns": ("rows", "columns"),
+    "blocks_and_transpose": ("blocks", "blocks_transposed"),
+    "rows_and_blocks_transposed": ("rows", "blocks_transposed"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
 def test_both_from_one_pass_are_what_each_is_alone(pair: str) -> None:
-    first, second = ("rows", "columns") if pair == "rows_and_columns" else ("blocks", "blocks_transposed")
     for index, (rows, columns) in enumerate(SHAPES):
         x = awkward(rows, columns, torch.bfloat16, index).to(DEVICE)
         found = getattr(quantize, pair)(x)
-        for got, name in zip(found, (first, second), strict=True):
+        for got, name in zip(found, PAIRS[pair], strict=True):
             alone = getattr(quantize, name)(x)
             assert all(same(mine, theirs) for mine, theirs in zip(got, alone, strict=True)), name
 

@@ -214,6 +214,19 @@ def test_inspect(cache_dir: Path) -> None:
     assert run("inspect", "576x7168").exit_code == 2
 
 
+@pytest.mark.compile
+@pytest.mark.parametrize(("m", "launches"), [(16, 2), (1024, 1)])
+def test_inspect_says_in_how_many_launches_fp8_is_written(m: int, launches: int, cache_dir: Path) -> None:
+    arguments = ("inspect", f"{m}x4096x7168", "--epilogue", "silu+fp8", "--top", "1")
+    report = json.loads(run(*arguments, "--json").output)
+    assert report["casting"]["launches"] == launches
+    assert report["spec"]["epilogue"] == ("silu" if launches == 2 else "silu+fp8")
+    times = f"{report['casting']['one_us']:.2f} us in one, {report['casting']['two_us']:.2f} us in two"
+    assert re.search(rf"^launches +{launches}, .*{times}", run(*arguments).output, re.MULTILINE)
+    assert json.loads(run("inspect", "16x512x256", "--json").output)["casting"] is None
+    assert "an epilogue must be" in run("inspect", "16x512x256", "--epilogue", "tanh").output
+
+
 def test_a_layer_without_kernels_is_told_from_one_with() -> None:
     lines = run("precompile", "--shape", "8x512x7000", "--shape", "8x512x7168", "--dry-run").output.splitlines()
     served = {line.split(" x ")[1].split()[0]: line for line in lines if line.startswith("-")}

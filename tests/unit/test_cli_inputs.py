@@ -273,7 +273,7 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 NASTY = TEXT | st.sampled_from([*WORDS, "", LONG, "a\udcff"])
 OPTIONS = {
     ("precompile",): ["--shape", "--file", "--tp", "--ep", "--arch", "--num-sms", "--shard", "--jobs"],
-    ("inspect",): ["--arch", "--num-sms", "--top", ""],
+    ("inspect",): ["--arch", "--epilogue", "--num-sms", "--top", ""],
     ("bench",): [
         "--mode",
         "--set",

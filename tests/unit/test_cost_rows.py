@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import census
 import costs
+import first_calls
 import phases
 import pytest
 import torch
@@ -170,3 +174,39 @@ def test_sizes_compiled_in_are_timed_beside_those_at_run_time(monkeypatch: pytes
         >= {"mode": "dims", "what": "16 x 2112 x 7168", "us": 5.0, "us_nk": 4.0, "ratio_nk": 0.8}.items()
     )
     assert asked[:2] == [((16, 2112, 7168), ""), ((16, 2112, 7168), "nk")]
+
+
+def test_first_calls_leave_a_row_for_each_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Medians of the processes but the first, with the kernels of each call and where they were measured."""
+    path, runs = tmp_path / "rows.jsonl", iter(range(100))
+
+    def process(command: list[str], **_: Any) -> SimpleNamespace:
+        seconds = {0: 1.0, 1: 0.001, 2: 0.002, 3: 0.006}[next(runs) % 4]
+        found = {
+            "import": 0.05,
+            "calls": [[seconds, 2], *[[0.001, 1]] * 5],
+            "compiled": 0,
+            "strange": [],
+            "imports": {},
+        }
+        found |= {"parts": {"select": 0.003, "build_and_load": 0.004}, "origin": {"device": "a card", "date": "today"}}
+        return SimpleNamespace(returncode=0, stdout=f"a warning\n{json.dumps(found)}\n", stderr="")
+
+    monkeypatch.setattr(first_calls.subprocess, "run", process)
+    monkeypatch.setattr(sys, "argv", ["first_calls.py", "--repeats", "3", "--output", str(path)])
+    assert first_calls.main() == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["op"] for row in rows] == list(first_calls.OPERATIONS)
+    assert rows[0] == {
+        "mode": "first calls",
+        "op": "fp8_gemm_nt",
+        "m": list(first_calls.ROWS),
+        "kernels": [2, 1, 1, 1, 1, 1],
+        "ms": [2.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        "import_ms": 50.0,
+        "select_ms": 3.0,
+        "build_and_load_ms": 4.0,
+        "processes": 3,
+        "device": "a card",
+        "date": "today",
+    }

@@ -105,7 +105,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real, read = time.time_ns, key_module.content_of
     reads: list[str] = []
     monkeypatch.setattr(time, "time_ns", lambda: real() + 10_000_000_000)
-    monkeypatch.setattr(key_module, "content_of", lambda path: reads.append(path) or read(path))
+    monkeypatch.setattr(key_module, "content_of", lambda path, size: reads.append(path) or read(path, size))
     return reads
 
 
@@ -197,11 +197,11 @@ def test_a_header_that_cannot_be_read_is_not_left_out_of_the_key(
     without = key(include, source=absent)
     real, failed = key_module.content_of, []
 
-    def read(path: str) -> bytes:
+    def read(path: str, size: int) -> bytes:
         if Path(path).name == "near.cuh" and len(failed) < times:
             failed.append(path)
             raise OSError(number, os.strerror(number))
-        return real(path)
+        return real(path, size)
 
     monkeypatch.setattr(key_module, "content_of", read)
     monkeypatch.setattr(key_module, "_memo", {})

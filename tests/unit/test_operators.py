@@ -82,7 +82,8 @@ def token_cast(x: Tensor) -> Tensor:
 
 def casts(x: Tensor) -> tuple[Tensor, ...]:
     first, second = quantize.rows_and_columns(x)
-    return *first, *second, *quantize.columns(x)
+    rows, blocks = quantize.rows_and_blocks_transposed(x)
+    return *first, *second, *rows, *blocks, *quantize.columns(x)
 
 
 def contiguous(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -103,6 +104,27 @@ def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
     assert f"rows {doc_charts.digest(rows)}" in light
     assert rows[0]["device"] in light
     assert rows[0]["date"] in light
+
+
+def test_losses_are_drawn_as_means_and_a_band(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    origin = {"mode": "losses", "device": "a card", "date": "2026-11-28", "every": 10}
+    curves = {("BF16", 0): [4.0, 2.0], ("BF16", 1): [4.0, 1.0], ("FP8", 0): [5.0, 3.0], ("FP8 mixed", 0): [6.0, 0.5]}
+    rows = [{"way": way, "seed": seed, "losses": found, **origin} for (way, seed), found in curves.items()]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(doc_charts.EVERY, doc_charts.LOSSES, "rows")
+        assert doc_charts.rows_of(doc_charts.LOSSES, tmp_path) == rows
+    theme = doc_charts.THEMES["light"]
+    figure = doc_charts.new_figure(theme, 8, 4)
+    doc_charts.losses(figure, rows, theme)
+    (axis,) = figure.axes
+    assert [list(line.get_ydata()) for line in axis.lines] == [[4.0, 1.5], [5.0, 3.0], [6.0, 0.5]]
+    assert list(axis.lines[0].get_xdata()) == [5.0, 15.0]
+    band = axis.collections[0].get_paths()[0].vertices
+    assert set(band[band[:, 0] == 15][:, 1]) == {1.0, 2.0}
+    text = doc_charts.svg(rows, theme)
+    assert all(word in text for word in ("FP8, mixed", "a card", "2026-11-28", f"rows {doc_charts.digest(rows)}"))
 
 
 def test_the_overview_shows_means_and_a_band_and_fits_a_phone() -> None:

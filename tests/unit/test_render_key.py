@@ -67,7 +67,7 @@ def test_old_files_are_read_once_until_they_change(folder: Path, monkeypatch: py
     first = render_key("a.cu.jinja", FIELDS, folder)
     reads: list[str] = []
     read = module.content_of
-    monkeypatch.setattr(module, "content_of", lambda path: reads.append(path) or read(path))
+    monkeypatch.setattr(module, "content_of", lambda path, size: reads.append(path) or read(path, size))
     assert render_key("a.cu.jinja", FIELDS, folder) == first
     assert reads == []
     (folder / "part.jinja").write_text("int another;\n")

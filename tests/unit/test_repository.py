@@ -46,6 +46,17 @@ def test_the_workflow_runs_the_ci_script_with_each_python_that_the_package_decla
     assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
 
 
+def test_the_wheel_with_kernels_is_built_after_every_change_of_what_it_holds() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "kernels.yml").read_text())
+    paths = workflow[True]["pull_request"]["paths"]  # "on" is a truth value of YAML 1.1
+    packages = re.findall(r'^"deep_gemm[\w.]*" = "(\w+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert len(packages) == 3
+    tools = {".ci/**", "Makefile", "pyproject.toml", "constraints.txt", "tests/shipped_calls.py"}
+    assert {f"{package}/**" for package in packages} | tools <= set(paths)
+    runs = [step["run"] for step in workflow["jobs"]["build"]["steps"] if "run" in step]
+    assert runs.index("make shipped-calls") < runs.index("make wheel-with-kernels")
+
+
 def test_the_citation_names_this_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == deep_gemm.__version__
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from jit_fakes import FakeCompiler
 
-from deep_gemm import kernels
+from deep_gemm import arch, kernels, ops, select
 from deep_gemm.jit import Builder, include_dir, template_dir
 from deep_gemm.jit.binary import packed
 from deep_gemm.jit.cache import pack as packs
+from deep_gemm.jit.cache import solid_writer
 from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.runtime import engine
+from deep_gemm.select import calibration
 
 # Cases of one kernel family; the first includes what a process does once.
 FAMILY = "sm90_fp8_gemm"
@@ -56,6 +58,55 @@ counted("stat"), counted("lstat"), setattr(os, "read", read)
 second = engine.build(cases[1]).layer
 print(json.dumps([first, second, seen]))
 """
+
+FIRST = """
+import json, os, sys
+from pathlib import Path
+
+import deep_gemm
+deep_gemm.fp8_gemm_nt
+from deep_gemm import arch, ops, select
+from deep_gemm.jit import Builder
+from deep_gemm.jit.cache.packs import Packs
+from deep_gemm.runtime import engine
+from deep_gemm.select import calibration
+
+build = Builder(Path(sys.argv[1]), packs=Packs([Path(sys.argv[2])]))
+engine.default_builder = lambda: build
+asked = ops.spec(64, 7168, 2048, 132, "fp8_gemm_nt")
+known, opened, stats = set(sys.modules), [], []
+sys.addaudithook(lambda event, arguments: event == "open" and opened.append(str(arguments[0])))
+stat = os.stat
+os.stat = lambda path, *rest, **named: (stats.append(str(path)), stat(path, *rest, **named))[1]
+choice = select.select(asked, arch.SM90, calibration.for_device(sys.argv[3], 132, 3350.0))
+layer = engine.build(engine.kernel_params(asked, choice.config, arch.SM90)).layer
+print(json.dumps([layer, sorted(set(sys.modules) - known), opened, stats]))
+"""
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+def test_a_first_choice_and_its_kernel_import_nothing_and_read_each_file_once(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import takes 0.3 ms and more, and a file 0.05 ms, of the first call of a process whose kernels are packed."""
+    build = Builder(tmp_path / "root", FakeCompiler(), packs=Packs([]))
+    monkeypatch.setattr(engine, "default_builder", lambda: build)
+    asked = ops.spec(64, 7168, 2048, 132, "fp8_gemm_nt")
+    config = select.select(asked, arch.SM90, calibration.for_device(device, 132, 3350.0)).config
+    params = engine.kernel_params(asked, config, arch.SM90)
+    pack = tmp_path / "a.dgpack"
+    solid_writer.write(pack, [[packed(engine.build(params), engine.build_request(params))]])
+    command = [sys.executable, "-c", FIRST, str(tmp_path / "none"), str(pack), device]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    layer, new, opened, stats = json.loads(done.stdout)
+    assert (layer, new) == ("pack", [])
+    # The pack's table, and its kernel.
+    assert {path: count for path, count in Counter(opened).items() if count > 1} == {str(pack): 2}
+    own = [path for path in stats if path in own_files()]
+    assert len(own) == len(set(own)) > 20
+    calibrations = {Path(path).stem for path in opened if path.endswith(".json")}
+    # The H200's lacks the speed of some products.
+    assert calibrations == {"nvidia_h100_80gb_hbm3"} | ({"nvidia_h200"} if device == "NVIDIA H200" else set())
 
 
 def second_hit(root: Path, *packs: Path) -> tuple[list[str], list[tuple[str, Any]]]:

@@ -1,0 +1,64 @@
+"""A D of FP8 in one launch, or in two: a product with a float32 D, and the cast of that.
+
+An FP8 D needs all columns of a scale in one CTA, so that tiles are wide, and K is not split over CTAs. With few rows
+most SMs have no tile then.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from ..arch import ArchSpec
+from ..kernels.epilogues import apart
+from ..records import record
+from ..spec import SCALE_BLOCK, GemmSpec, Spec
+from .calibration import Calibration, default
+from .heuristic import least, ranked_as, select
+from .model import speed
+from .rules import MOST_TOKENS
+
+LAUNCH_US = 2.0
+"""What a second launch takes that waits for the first one, beside the bytes of the cast. A cast of few rows took 1.8 us
+in a graph and 2.5 in a single call, and one after 1024 to 8192 rows this and its bytes from HBM (H200)."""
+
+GAIN_OF_FEW, GAIN = 1.1, 1.2
+"""The time of one launch over that of two from which there are two, for at most `MOST_TOKENS` rows and for more. The
+model's is up to 8% too high: 1.29 where 1.20 was measured (64 x 4096 x 7168 with SiLU), and 0.97 where it was 0.95
+(4096 rows with SwiGLU, H200). With more rows it goes up and down with the rounds of tiles. With these numbers 11 of 912
+layers of models, FP8 and BF16, with and without a gate, on two cards, have more than one M at which the number of
+launches changes; with the first one for all M 79 have."""
+
+
+@record(frozen=True)
+class Casting:
+    """How an FP8 D is made: the times of both ways by the model, in us, and the ``launches`` that are chosen."""
+
+    one_us: float
+    two_us: float
+    launches: int
+
+
+def casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> Casting:
+    """How ``spec``, which `apart` divides, is computed: by the model, whatever was measured, so that calls and those
+    who compile ahead for them agree. M counts as in the choice of a config. Raises UnsupportedError."""
+    return _casting(ranked_as(spec), arch, calibration or default())
+
+
+@functools.lru_cache(maxsize=1024)
+def _casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> Casting:
+    one = select(spec, arch, calibration).estimate.total_us
+    product, cast = apart(spec)  # type: ignore[misc]
+    two = select(product, arch, calibration).estimate.total_us + LAUNCH_US
+    moved = cast.rows * cast.columns * (4 + 1 + 4 / SCALE_BLOCK)  # sums, bytes, and scales
+    two += moved / (speed(product, calibration).hbm_gb_per_s * 1e3)
+    return Casting(one, two, 2 if one >= two * (GAIN_OF_FEW if spec.m <= MOST_TOKENS else GAIN) else 1)
+
+
+def all_launches(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Spec, ...]:
+    """The specs of the launches for every M that is ranked as that of ``spec``, as far as kernels differ: the tile of a
+    cast goes by M itself. Raises UnsupportedError."""
+    both = apart(spec)
+    if both is None or casting(spec, arch, calibration).launches == 1:
+        return (spec,)
+    return (*both, replace(both[1], rows=least(spec.m)))
