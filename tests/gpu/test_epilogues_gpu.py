@@ -155,6 +155,37 @@ def test_fp8_bytes_are_the_cast_of_the_float32_result(activation: str | None) ->
             assert torch.equal(found, wanted)
 
 
+def special_casts(kind: str) -> list[torch.Tensor]:
+    """FP8 and 16-bit results with a special value in one column of each block of 128, and rows of zeros; and float32."""
+    m, n, k = 70, 8 * 128, 256
+    x, y = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    x[::7], bias = 0, torch.zeros(n, device=DEVICE)
+    bias[64::128] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 88.0, -88.0, 3e-39])
+    half = torch.float16 if kind == "fp16" else BF16
+    found: list[torch.Tensor] = []
+    deep_gemm.set_batch_invariant(True)  # one order of sums, whatever kernel is chosen
+    try:
+        tensors = random(kind, x, y)
+        exact, rounded = torch.empty(m, n, device=DEVICE), torch.empty(m, n, device=DEVICE, dtype=half)
+        d = quantize.rows(torch.zeros(m, n, device=DEVICE))
+        for out in (exact, d) if kind == "1d1d" else (exact, d, rounded):
+            call(kind, tensors, out, None, epilogue=Epilogue(bias))  # type: ignore[arg-type]
+        found += [exact, *d, exact.to(half) if kind == "1d1d" else rounded, *quantize.rows(exact)]
+    finally:
+        deep_gemm.set_batch_invariant(False)
+    return found
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_special_values_are_cast_as_those_of_the_float32_result(kind: str) -> None:
+    """NaN has one of several codes. The scale of a block with it is NaN too."""
+    exact, values, scales, rounded, wanted, of_wanted = special_casts(kind)
+    for found, right in ((values, wanted), (scales, of_wanted), (rounded, exact.to(rounded.dtype))):
+        x, y = found.float(), right.float()
+        assert torch.equal(x.isnan(), y.isnan())
+        assert torch.equal(x.nan_to_num(7.0).view(torch.int32), y.nan_to_num(7.0).view(torch.int32))
+
+
 def edges(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Sums, each of which is one bfloat16 value; and d, which has them in all columns. Many rows, and few."""
     special = torch.tensor(
@@ -332,5 +363,6 @@ def _built() -> Iterator[None]:
     calls += [lambda kind=kind: list(expressed(kind)) for kind in OPERATIONS]  # type: ignore[misc]
     calls += [functools.partial(before_a_graph, kind) for kind in KINDS]
     calls += [functools.partial(by_rows, *each) for each in EVERY_KIND]
+    calls += [functools.partial(special_casts, kind) for kind in OPERATIONS]
     with built(kernels_of(calls)):
         yield
