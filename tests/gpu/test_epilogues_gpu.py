@@ -156,7 +156,7 @@ def test_fp8_bytes_are_the_cast_of_the_float32_result(activation: str | None) ->
 
 
 def special_casts(kind: str) -> list[torch.Tensor]:
-    """FP8 and 16-bit results with a special value in one column of each block of 128, and rows of zeros; and float32."""
+    """Results in all dtypes with a special value in one column of each block of 128, and rows of zeros; and casts."""
     m, n, k = 70, 8 * 128, 256
     x, y = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
     x[::7], bias = 0, torch.zeros(n, device=DEVICE)
