@@ -19,7 +19,7 @@ from deep_gemm.ops.scales import check_granularities
 from deep_gemm.ops.transpose_scales import transpose_scales
 from deep_gemm.settings import settings
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
-from deep_gemm.tensors import check_tensor
+from deep_gemm.tensors import check_tensor, is_traced
 
 __all__ = [
     "align",
@@ -114,7 +114,8 @@ def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
     """
     _check_scales(sf)
     strides = _mn_major_strides(sf)
-    if sf.stride() == strides and sf.data_ptr() % TMA_BYTES == 0:
+    # What is traced has no address. Products check it, and transpose scales that TMA cannot read.
+    if sf.stride() == strides and (is_traced([sf]) or sf.data_ptr() % TMA_BYTES == 0):
         return sf
     if sf.is_cuda:
         try:

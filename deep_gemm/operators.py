@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from deep_gemm.ops import (
     batched,
+    cublaslt,
     dense,
     k_grouped,
     linear,
@@ -18,7 +19,7 @@ from deep_gemm.ops import (
 from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
-    *(batched, dense, k_grouped, linear, logits, m_grouped),
+    *(batched, cublaslt, dense, k_grouped, linear, logits, m_grouped),
     *(paged_logits, prenorm, quantize, rows, skip_head_mid),
 )
 

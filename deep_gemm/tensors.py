@@ -87,8 +87,18 @@ def _without_memory(x: Tensor, by_torch: bool) -> str:
 
 def is_fake(tensors: Iterable[Any]) -> bool:
     """Whether one of them is a fake tensor, with which `torch.compile` traces: it has a shape, but no data."""
+    return any(is_fake_type(type(tensor)) for tensor in tensors)
+
+
+def is_fake_type(kind: type) -> bool:
+    """Whether its tensors are fake."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and any(isinstance(tensor, module.FakeTensor) for tensor in tensors)
+    return module is not None and issubclass(kind, module.FakeTensor)
+
+
+def is_traced(tensors: Iterable[Any]) -> bool:
+    """Whether a program is read, or one of them is fake: no memory may be looked at."""
+    return torch.compiler.is_dynamo_compiling() or is_fake(tensors)
 
 
 def is_sharded(tensors: Iterable[Any]) -> bool:

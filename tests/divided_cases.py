@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import deep_gemm
-from deep_gemm import quantize
+from deep_gemm import fused, quantize
 
 M, N, K, GROUPS = 256, 512, 512, 4
 Operands = dict[str, tuple[Tensor, str]]
@@ -137,7 +137,67 @@ def by_k() -> Made:
     return operands, "mn", lambda x: deep_gemm.k_grouped_fp8_gemm_nt_padded(*fp8(x, "a", "b"), x["d"], x["sizes"])
 
 
+def half_form(form: str, a: str, b: str) -> Callable[[], Made]:
+    def made() -> Made:
+        sizes = {"m": M, "n": N, "k": K}
+        operands = {
+            name: (half(*(sizes[x] for x in own)).half(), own) for name, own in (("a", a), ("b", b), ("d", "mn"))
+        }
+        call = getattr(deep_gemm, f"fp16_gemm_{form}")
+        return operands, "mnk", lambda x: call(x["a"], x["b"], x["d"])
+
+    made.__name__ = f"fp16_{form}"
+    return made
+
+
+def half_batch() -> Made:
+    operands = {"a": (half(GROUPS, M, K), "gmk"), "b": (half(GROUPS, N, K), "gnk"), "d": (half(GROUPS, M, N), "gmn")}
+    return operands, "gmn", lambda x: deep_gemm.bf16_bmm(x["a"], x["b"], x["d"])
+
+
+def masked_bf16() -> Made:
+    operands = {"a": (half(GROUPS, M, K), "gMk"), "b": (half(GROUPS, N, K), "gnk"), "d": (half(GROUPS, M, N), "gMn")}
+    operands["counts"] = torch.full((GROUPS,), M, dtype=torch.int32), "g"
+    return operands, "gn", lambda x: deep_gemm.m_grouped_bf16_gemm_nt_masked(x["a"], x["b"], x["d"], x["counts"], M)
+
+
+def contiguous_fp8() -> Made:
+    operands = pair("a", quantize.rows(half(M, K)), "Mk") | pair("b", stacked(quantize.blocks, half(2, N, K)), "Gnk")
+    operands |= {"d": (half(M, N), "Mn"), "labels": (torch.zeros(M, dtype=torch.int32), "M")}
+    return operands, "nk", lambda x: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(*fp8(x, "a", "b"), x["d"], x["labels"])
+
+
+def by_k_bf16() -> Made:
+    operands = {"a": (half(K, M), "Km"), "b": (half(K, N), "Kn"), "d": (torch.zeros(2, M, N), "Gmn")}
+    operands["sizes"] = torch.full((2,), K // 2, dtype=torch.int32), "G"
+
+    def run(x: dict[str, Any]) -> None:
+        deep_gemm.k_grouped_bf16_gemm_tn_contiguous(x["a"], x["b"], x["d"], [K // 2] * 2, x["sizes"], x["d"])
+
+    return operands, "mn", run
+
+
+def cast() -> Made:
+    """Both at once: each rank casts blocks of its own."""
+    operands = {"x": (half(M, K), "mk")} | pair("d", quantize.rows(half(M, K)), "mk")
+    operands |= pair("t", quantize.columns(half(M, K)), "km")
+    return operands, "mk", lambda x: quantize.rows_and_columns(x["x"], out=fp8(x, "d", "t"))  # type: ignore[arg-type]
+
+
+def norm() -> Made:
+    operands = {"x": (half(M, K), "mK"), "w": (half(K), "K"), "r": (half(M, K), "mK")}
+    operands |= pair("d", quantize.rows(half(M, K)), "mK")
+    return operands, "m", lambda x: fused.rms_norm(x["x"], x["w"], residual=x["r"], out=fp8(x, "d")[0])
+
+
 CASES = [
+    *(half_form(*each) for each in (("nt", "mk", "nk"), ("tn", "km", "kn"))),
+    half_batch,
+    masked_bf16,
+    contiguous_fp8,
+    by_k_bf16,
+    cast,
+    norm,
     dense_fp8,
     gradient_fp8,
     dense_bf16,
@@ -220,3 +280,33 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         said(lambda: deep_gemm.bf16_gemm_nt(a, b, sharded(half(64, 32), Shard(1)), epilogue=gate)),
         said(lambda: deep_gemm.tf32_hc_prenorm_gemm(a, b, d, d)),
     ]
+
+
+def every_operator(mesh: DeviceMesh) -> dict[str, str]:
+    """What each operator says of whole DTensors; "" if it takes them, with the bits of plain ones."""
+    from operator_cases import arguments
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def whole(x: Any) -> Any:
+        return DTensor.from_local(x.clone(), mesh, [Replicate()], run_check=False) if isinstance(x, Tensor) else x
+
+    def bits(x: Any) -> Any:
+        return x.contiguous().view(torch.uint8) if isinstance(x, Tensor) else x
+
+    found = {}
+    for name in deep_gemm.register_operators():
+        if name.endswith("_functional"):
+            continue
+        given = arguments()[name]
+        operator = getattr(torch.ops.deep_gemm_jit, name)
+        divided, plain = [whole(x) for x in given], [x.clone() if isinstance(x, Tensor) else x for x in given]
+        try:
+            operator(*divided)
+        except deep_gemm.InvalidInputError as error:
+            found[name] = str(error)
+            continue
+        operator(*plain)
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in divided]
+        same = all(torch.equal(bits(x), bits(y)) for x, y in zip(local, plain, strict=True) if isinstance(x, Tensor))
+        found[name] = "" if same else "other bits"
+    return found

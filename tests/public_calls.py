@@ -92,7 +92,7 @@ def logits(function: Callable[..., Any], paged: bool) -> PublicCall:
             found = made(shapes)()
             return found | {"schedule": deep_gemm.get_paged_mqa_logits_metadata(found["lens"], 32, 2)}
 
-        return PublicCall(tensors, lambda x: function(*x.values(), 64))
+        return PublicCall(tensors, lambda x: function(*x.values(), 64)[:, :1])  # the others stay as they are
     shapes = {"q": ((M, 32, 64), E4M3), "kv": ((N, 64), E4M3), "scales": ((N,), F32), "weights": ((M, 32), F32)}
     shapes |= {"starts": ((M,), I32), "ends": ((M,), I32)}
     return PublicCall(
@@ -224,7 +224,7 @@ CALLS: dict[str, PublicCall] = {
     "fp8_fp4_mqa_logits": logits(deep_gemm.fp8_fp4_mqa_logits, paged=False),
     "fp8_paged_mqa_logits": logits(deep_gemm.fp8_paged_mqa_logits, paged=True),
     "fp8_fp4_paged_mqa_logits": logits(deep_gemm.fp8_fp4_paged_mqa_logits, paged=True),
-    "get_paged_mqa_logits_metadata": strict(deep_gemm.get_paged_mqa_logits_metadata, 64, 2, lens=((2,), I32)),
+    "get_paged_mqa_logits_metadata": strict(deep_gemm.get_paged_mqa_logits_metadata, 64, 2, lens=((M,), I32)),
     "tf32_hc_prenorm_gemm": strict(
         deep_gemm.tf32_hc_prenorm_gemm, a=((M, K), BF16), b=((8, K), F32), d=((M, 8), F32), sqr_sum=((M,), F32)
     ),
@@ -256,13 +256,14 @@ CALLS: dict[str, PublicCall] = {
         deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor, **SCALES
     ),
     "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor": torch_does(
-        deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor, None, [K * 8, K * 8], 256, **SCALES
+        lambda sf: deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [1024, 1024], 256),
+        sf=((8, 4), F32),
     ),
     "transform_sf_into_required_layout": torch_does(
-        deep_gemm.transform_sf_into_required_layout, M, 512, (1, 128, 128), None, True, **SCALES
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, len(sf), 512, (1, 128, 128), None, True), **SCALES
     ),
     "transform_sf_into_required_layout blocks": torch_does(
-        deep_gemm.transform_sf_into_required_layout, M * 128, 512, (128, 128), **SCALES
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, len(sf) * 128, 512, (128, 128)), **SCALES
     ),
     "declare_constant": torch_does(deep_gemm.declare_constant, x=((M, K), F32)),
     "retract_constant": torch_does(deep_gemm.retract_constant, x=((M, K), F32)),

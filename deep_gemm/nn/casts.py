@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,22 @@ RECIPES = {name: linear.RECIPES[blocks] for name, blocks in BLOCKS.items()}
 def row_major(x: Tensor) -> Tensor:
     """x, or a copy whose rows are contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the result of a layer: that of x, or of autocast."""
+    kind = x.device.type
+    if kind == "meta":
+        refuse_meta()
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def refuse_meta() -> NoReturn:
+    """Refuse an x on the meta device."""
+    raise InvalidInputError(
+        "x is a meta tensor, which has a shape and no data. Materialise the layer, by to_empty(), and x; or infer "
+        "shapes with torch.compile or under FakeTensorMode."
+    )
 
 
 def as_rows(x: Tensor, width: int) -> Tensor:

@@ -56,14 +56,15 @@ class FP8GroupedLinear(FP8Weights):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x (rows, in_features), in the order of ``routing``, such as ``routing.spread(tokens)``; the result is (rows,
-        out_features), in the dtype of x. Rows of padding must be zeros, and are zeros in the result."""
+        out_features), in the dtype of x or of autocast. Rows of padding must be zeros, and are zeros in the
+        result."""
         if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != self.in_features:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
             raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
-        x = casts.as_rows(x, self.in_features)
+        dtype, x = casts.result_dtype(x), casts.as_rows(x, self.in_features)
         if self.takes_gradient():
             groups = routing.labels, routing.sizes
-            how = x.dtype, self.main_grad(), self.weight_gradient
+            how = dtype, self.main_grad(), self.weight_gradient
             y: Tensor = GroupedFP8Product.apply(x, *self.recorded(), *groups, *how)
             return y
         if torch.is_grad_enabled() and x.requires_grad:
@@ -71,7 +72,7 @@ class FP8GroupedLinear(FP8Weights):
                 "x requires grad, and the weights of this layer take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        return grouped_product(rows(x), self.plain(), x.dtype, routing.labels)
+        return grouped_product(rows(x), self.plain(), dtype, routing.labels)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

@@ -46,7 +46,10 @@ class Linear(Divisible):
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
             came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
             raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
-        kind = "cuda" if x.is_cuda else x.device.type  # a device object costs a microsecond
+        # As `casts.result_dtype`: a call of a function, and a device object, cost a microsecond.
+        kind = "cuda" if x.is_cuda else x.device.type
+        if kind == "meta":
+            casts.refuse_meta()
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         # A bias of a layer whose input features are divided is added to the sum of all ranks.
         bias = self.bias

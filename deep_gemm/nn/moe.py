@@ -117,10 +117,12 @@ class MoE(nn.Module):
         return weights, chosen
 
     def forward(self, x: Tensor) -> Tensor:
-        """x and the result are (..., width) bfloat16."""
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or x.dtype != torch.bfloat16:
+        """x and the result are (..., width) bfloat16. Under an autocast to bfloat16, x of another dtype is cast."""
+        dtype = casts.result_dtype(x) if isinstance(x, Tensor) else None
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or dtype != torch.bfloat16:
             came = f"it is {kind_of(x)}" + (f" {tuple(x.shape)}" if isinstance(x, Tensor) else "")
             raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
+        x = x.to(torch.bfloat16)
         tokens = casts.as_rows(x, self.width)
         weights, chosen = self.route(tokens)
         if self.exchange is None:

@@ -3,29 +3,62 @@ kernels of ours (DG_FALLBACK=cublaslt)."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
+from deep_gemm.runtime import operators
+from deep_gemm.runtime.calls import Operation, Parameter
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..spec import Scaling
-from . import checks
+from . import checks, layouts
 from .checks import shape_of
 
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
+class CublasGemm(Operation):
+    """See `deep_gemm.cublaslt_gemm_nt`. It is an operation for its operator: torch launches it."""
+
+    name = "cublaslt_gemm_nt"
+    parameters = (
+        *(Parameter(name, "Tensor") for name in "abd"),
+        Parameter("c", "Tensor | None", None),
+        Parameter("form", "str", "nt", "added"),
+    )
+    operands: Mapping[str, str] = MappingProxyType({name: name for name in "abd"})
+    output = "d"
+
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`."""
+        return layouts.axes(form)
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> None:
+        """Refuse wrong operands."""
+        _checked(*self.given(arguments, named_arguments).values())
+
+    def work(self, x: Any, device: int) -> NoReturn:
+        """There is none."""
+        raise NotImplementedError(f"torch launches {self.name}")
+
+    def reference(self, x: Any) -> NoReturn:
+        """There is none: on the CPU it is the reference."""
+        raise NotImplementedError(f"torch computes {self.name}")
+
+
 def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
     """``d = (c +) a @ b^T``; ``form`` says how a and b are given. See `deep_gemm.cublaslt_gemm_nt`."""
-    named = {"a": a, "b": b, "d": d} | ({} if c is None else {"c": c})
-    device = checks.check_tensors(f"cublaslt_gemm_{form}", named, {}, (2,))
-    a, b = a.t() if form[0] == "t" else a, b.t() if form[1] == "n" else b
-    _check(a, b, d, c)
-    if checks.is_fake(named.values()) or d.numel() == 0:
+    if torch.compiler.is_dynamo_compiling() or operators.is_recorded((a, b, d, c)):
+        operators.record(_OPERATION, (a, b, d, c, form))
+        return
+    a, b, device = _checked(a, b, d, c, form)
+    if checks.is_fake((a, b, d)) or d.numel() == 0:
         return
     if device.type == "cpu":
         half_gemm_reference(a, b, d, c)
@@ -39,6 +72,19 @@ def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
             f"torch {torch.__version__} cannot multiply {a.dtype} {shape_of(a)} and {shape_of(b)} into {d.dtype}: "
             f"{text}"
         ) from error
+
+
+_OPERATION = (CublasGemm(),)
+operators.announce(_OPERATION, gemm)
+
+
+def _checked(a: Any, b: Any, d: Any, c: Any, form: str) -> tuple[Tensor, Tensor, torch.device]:
+    """a as (M, K), b as (N, K), and the device of all."""
+    named = {"a": a, "b": b, "d": d} | ({} if c is None else {"c": c})
+    device = checks.check_tensors(f"cublaslt_gemm_{form}", named, {}, (2,))
+    a, b = a.t() if form[0] == "t" else a, b.t() if form[1] == "n" else b
+    _check(a, b, d, c)
+    return a, b, device
 
 
 def _check(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None) -> None:

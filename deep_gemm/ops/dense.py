@@ -40,9 +40,7 @@ class Dense(Gemm):
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`."""
-        form = form or "nt"
-        a, b = "mk" if form[0] == "n" else "km", "nk" if form[1] == "t" else "kn"
-        return {"a": a, "b": b, "c": "mn", "d": "mn", "sfd": "mn", **epilogues.by_part("m", "n", "mn")}
+        return {**layouts.axes(form), "sfd": "mn", **epilogues.by_part("m", "n", "mn")}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.

@@ -27,6 +27,12 @@ def tma_writable(d: Tensor) -> bool:
     return aligned and columns * size % TMA_BYTES == 0
 
 
+def axes(form: str | None) -> dict[str, str]:
+    """`Operation.axes` of a product in ``form``, "tn" for a (K, M) and b (K, N)."""
+    form = form or "nt"
+    return {"a": "mk" if form[0] == "n" else "km", "b": "nk" if form[1] == "t" else "kn", "c": "mn", "d": "mn"}
+
+
 def row_stride(x: Tensor) -> int:
     """Elements from row to row. A single row may have any stride, but TMA needs a multiple of 16 bytes."""
     return x.stride(0) if x.shape[0] > 1 else align(x.shape[1], TMA_BYTES // x.element_size())

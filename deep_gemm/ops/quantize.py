@@ -74,6 +74,10 @@ class Quantize(Operation):
         self.output = self.outputs[0]
         self.unsigned = ("rows", *(name for name in self.outputs if name.endswith("values")))
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. An index of rows counts those of the whole x, so that there is no rule for it."""
+        return {"x": "mk", "factors": "m", "plain": "mk", "transposed": "km"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> QuantizeOperands | None:
         """None for fake tensors and where there is nothing to cast."""
         given = self.given(arguments, named_arguments)

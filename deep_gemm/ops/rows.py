@@ -83,6 +83,10 @@ class RowFunction(Operation):
         self.in_place = "" if fp8 else _IN_PLACE.get(function, "")
         self.unsigned = ("values",) if fp8 else ()
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Rows are whole."""
+        return {"factors": "m", "weight": "N", "bias": "N", **dict.fromkeys(("x", "y", "z", "residual", "out"), "mN")}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> RowsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)

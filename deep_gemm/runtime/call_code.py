@@ -102,13 +102,12 @@ def _body(operation: Operation, calls: str) -> list[str]:
     return [
         "try:",
         *(f"    {name}_0, {name}_1 = {own[name]}" for name in pairs),
-        f"    device = {output}.get_device()",
+        f"    device = device_of[type({output})]({output})",
         f"    key = ({', '.join(key)})",
         f"    rest = ({', '.join(rest)},)",
         f"    call = {calls}.warm.get(key)",
         "except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
-        # An argument is wrong, has no memory, or is a fake tensor on a GPU that this torch is not built for. The check
-        # finds out which.
+        # An argument is wrong, has no memory, or is a fake tensor. The check finds out which.
         f"    {calls}.first(None, None, ({arguments},), ())",
         "    return",
         "if call is not None and call[0] == rest:",

@@ -26,6 +26,7 @@ from deep_gemm.runtime.monitor import Call
 from deep_gemm.runtime.operation import SCRATCH, Operands, Operation, Parameter, Step, Work
 from deep_gemm.settings import environment, settings
 from deep_gemm.spec import GemmSpec
+from deep_gemm.tensors import is_fake_type
 
 __all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
@@ -39,6 +40,20 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
+class _DeviceOf(dict[type, Callable[[Any], int]]):
+    """The function that returns a tensor's device, by the tensor's type. Fake ones have none: of these nothing else may
+    be asked but what a check asks, since torch warns when their address is read."""
+
+    def __missing__(self, kind: type) -> Callable[[Any], int]:
+        if not issubclass(kind, Tensor) or is_fake_type(kind):
+            raise TypeError(f"{kind.__name__} has no memory")
+        self[kind] = Tensor.get_device
+        return Tensor.get_device
+
+
+_DEVICE_OF = _DeviceOf()
 
 
 class Calls:
@@ -256,6 +271,7 @@ def entry(*variants: Operation) -> Callable[..., None]:
         "register": operators.register,
         "traced": getattr(torch.ops, operators.NAMESPACE),
         "current_device": _current_device,
+        "device_of": _DEVICE_OF,
         "choices": options.current(),
         "environment": environment(),
         "diverted": variants[0].diverted,

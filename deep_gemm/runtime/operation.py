@@ -144,6 +144,8 @@ class Operation(ABC):
     applied when they are read (and torch cannot read such FP8), so a warm call does not look."""
     settings: tuple[str, ...] = ()
     """Settings that `check` and `work` read: a change of one counts for calls that are remembered, too."""
+    titles: Mapping[str, str] = MappingProxyType({})
+    """What the public function calls a parameter, where it has another name."""
     has_operator: bool = True
     """Whether torch gets an operator for it, which `torch.compile` and `torch.export` record."""
     fallbacks: Mapping[str, Callable[[Any], None]] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""How products are divided among ranks: operators of torch called with DTensors, and the degrees that are legal.
+"""How products and casts are divided among ranks: operators of torch called with DTensors, and legal degrees.
 
 A dimension of a product is divided in all operands that have it: rows (M), columns (N), batches and experts. If K is,
 the result is a sum over ranks, which is `Partial`. Nothing is sent: operands must have such placements.
@@ -78,7 +78,8 @@ def _check(operation: Operation, given: Mapping[str, Any]) -> None:
     meshes = set()
     for part, x in tensors.items():
         if not isinstance(x, DTensor):
-            raise InvalidInputError(f"{part} must be a DTensor, as other operands are. Call DTensor.from_local first.")
+            title = operation.titles.get(name := part.partition("[")[0], name) + part.removeprefix(name)
+            raise InvalidInputError(f"{title} must be a DTensor, as other operands are. Call DTensor.from_local first.")
         if part.partition("[")[0] not in axes:
             raise InvalidInputError(
                 f"{operation.name} has no rule for {part} as a DTensor. Call it with local tensors."
@@ -107,10 +108,11 @@ def _check(operation: Operation, given: Mapping[str, Any]) -> None:
 
 
 def _letters(axes: Mapping[str, str], part: str, x: Tensor) -> str:
-    """A letter for each dimension of an operand. Scales may be one for each row, or one for all."""
+    """A letter for each dimension of an operand. Scales may be one for each row, or one for all; of an operand of a
+    function of rows there may be one row for all."""
     whole = axes[part.partition("[")[0]]
-    if x.dim() == len(whole):
-        return whole
+    if x.dim() == len(whole) or "d" not in axes:
+        return whole[len(whole) - x.dim() :]
     return "".join(letter for letter in whole if letter in axes["d"])[: x.dim()]
 
 
@@ -137,7 +139,7 @@ def _ways(letters: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     def place(part: str, letter: str) -> Any:
         if letter in letters[part]:
             return Shard(letters[part].index(letter))
-        is_sum = letter not in letters["d"] and part in ("c", "d")
+        is_sum = letter not in letters.get("d", letter) and part in ("c", "d")
         return Partial() if is_sum else Replicate()
 
     divided = [letter for letter in dict.fromkeys("".join(letters.values())) if letter.islower()]

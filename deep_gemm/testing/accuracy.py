@@ -54,6 +54,10 @@ def accumulation_bound(
     """E of this module's docstring for each element, (M, N) float64.
 
     a (M, K), b (N, K) E4M3; sfa and sfb float32, of the shapes that `fp8_gemm_nt` takes with ``scaling``.
+
+    >>> a, b, _, _ = deep_gemm.testing.random_operands(8, 128, 256, "cpu")
+    >>> deep_gemm.testing.accumulation_bound(*a, *b).shape
+    torch.Size([8, 128])
     """
     _check(a=a, sfa=sfa, b=b, sfb=sfb)
     cut, rounding = 2.0**-ACCUMULATOR_FRACTION_BITS, (ceil_div(a.shape[1], SCALE_BLOCK) + 3) * 2.0**-24
@@ -81,6 +85,12 @@ def assert_close_to_exact(
 
     Returns:
         The largest error as a fraction of its bound, at most 1.
+
+    >>> a, b, _, _ = deep_gemm.testing.random_operands(8, 128, 256, "cpu")
+    >>> d = torch.empty(8, 128)
+    >>> deep_gemm.fp8_gemm_nt(a, b, d)
+    >>> deep_gemm.testing.assert_close_to_exact(d, *a, *b) < 1
+    True
     """
     _check(d=d, a=a, sfa=sfa, b=b, sfb=sfb, c=c)
     expected_shape = (a.shape[0], b.shape[0])
@@ -107,6 +117,11 @@ def assert_half_close_to_exact(d: Tensor, a: Tensor, b: Tensor, c: Tensor | None
     An instruction adds 16 products, which are exact, and the accumulator, and cuts each 23 bits or more below the
     largest. No product is larger than R = sqrt(A^2 @ (B^2)^T), and the accumulator is rarely larger than a few R. So E
     is twice the sum of all cuts, each taken as one of R. A missing k16 step causes an error of about R / sqrt(K / 16).
+
+    >>> a, b, d = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16(), torch.empty(8, 32)
+    >>> deep_gemm.bf16_gemm_nt(a, b, d)
+    >>> deep_gemm.testing.assert_half_close_to_exact(d, a, b) < 1
+    True
     """
     _check(d=d, a=a, b=b, c=c)
     exact = a.double() @ b.double().t() + (0.0 if c is None else c.double())

@@ -20,7 +20,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, eq=False)
 class Guarded:
-    """``tensor`` is a view into ``memory`` (bytes); all other bytes are filler."""
+    """``tensor`` is a view into ``memory`` (bytes); all other bytes are filler.
+
+    >>> d = deep_gemm.testing.guarded((8, 32), torch.bfloat16, "cpu")
+    >>> d.memory[0] = 1
+    >>> try:
+    ...     d.check("d")
+    ... except AssertionError as error:
+    ...     print(str(error)[:32])
+    1 bytes around d were overwritte
+    """
 
     tensor: Tensor
     memory: Tensor
@@ -55,6 +64,10 @@ def guarded(
         strides: in elements; row-major without gaps by default.
         offset: in bytes, how far past an aligned address (of 64 bytes at least) the tensor starts; a multiple of the
             element's size.
+
+    >>> d = deep_gemm.testing.guarded((8, 32), torch.bfloat16, "cpu")
+    >>> deep_gemm.bf16_gemm_nt(torch.ones(8, 64).bfloat16(), torch.ones(32, 64).bfloat16(), d.tensor)
+    >>> d.check("d")
     """
     if strides is None:
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -70,7 +83,11 @@ def guarded(
 
 
 def guarded_copy(values: Tensor, strides: Sequence[int] | None = None, offset: int = 0) -> Guarded:
-    """A copy of ``values`` with guards around it; ``strides`` and ``offset`` as in `guarded`."""
+    """A copy of ``values`` with guards around it; ``strides`` and ``offset`` as in `guarded`.
+
+    >>> deep_gemm.testing.guarded_copy(torch.ones(8, 32)).tensor.sum().item()
+    256.0
+    """
     check_tensor("values", values)
     out = guarded(values.shape, values.dtype, values.device, strides, offset)
     out.tensor.copy_(values)

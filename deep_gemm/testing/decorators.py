@@ -14,7 +14,14 @@ P = ParamSpec("P")
 
 def test_filter(condition: Callable[[], bool]) -> Callable[[Callable[P, object]], Callable[P, None]]:
     """A decorator: the function is called only if ``condition()`` is true when it would be. Otherwise a line is
-    printed. It returns None."""
+    printed. It returns None.
+
+    >>> @deep_gemm.testing.test_filter(lambda: False)
+    ... def check():
+    ...     raise AssertionError
+    >>> check()
+    check is left out: its condition is false.
+    """
 
     def decorate(function: Callable[P, object]) -> Callable[P, None]:
         @functools.wraps(function)
@@ -34,7 +41,14 @@ test_filter.__test__ = False  # type: ignore[attr-defined]  # pytest would take 
 
 def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[[Callable[P, object]], Callable[P, None]]:
     """A decorator: the function is called without the environment variable ``name`` if ``condition()`` is true when it
-    is called. It returns None."""
+    is called. It returns None.
+
+    >>> @deep_gemm.testing.ignore_env("DG_NVTX", lambda: True)
+    ... def check():
+    ...     print(deep_gemm.settings.nvtx)
+    >>> check()
+    False
+    """
 
     def decorate(function: Callable[P, object]) -> Callable[P, None]:
         @functools.wraps(function)

@@ -16,6 +16,9 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
 
     For small relative errors e it is about half of the mean of e squared, so 1e-3 allows some 4.5%. Tensors of zeros,
     or without elements, are equal. NaN anywhere gives NaN, so that `diff < bound` is false.
+
+    >>> deep_gemm.testing.calc_diff(torch.ones(4), torch.ones(4)).item()
+    0.0
     """
     check_tensor("x", x, by_torch=True)
     check_tensor("y", y, by_torch=True)
@@ -29,7 +32,10 @@ def calc_diff(x: Tensor, y: Tensor) -> Tensor:
 
 
 def assert_bitwise_equal(x: Tensor, y: Tensor, label: str = "") -> None:
-    """Raise AssertionError unless x and y have the same shape, dtype and bits."""
+    """Raise AssertionError unless x and y have the same shape, dtype and bits.
+
+    >>> deep_gemm.testing.assert_bitwise_equal(torch.zeros(4), torch.zeros(4))
+    """
     check_tensor("x", x)
     check_tensor("y", y)
     what = f" of {label}" if label else ""
@@ -48,7 +54,11 @@ def assert_bitwise_equal(x: Tensor, y: Tensor, label: str = "") -> None:
 
 
 def count_bytes(*tensors: Any) -> int:
-    """Bytes held by the elements of tensors, tuples and lists of tensors (nested too); None counts as nothing."""
+    """Bytes held by the elements of tensors, tuples and lists of tensors (nested too); None counts as nothing.
+
+    >>> deep_gemm.testing.count_bytes(torch.zeros(4), [torch.zeros(2).half(), None])
+    20
+    """
     total = 0
     for item in tensors:
         if isinstance(item, (tuple, list)):

@@ -19,6 +19,10 @@ def random_operands(
 
     Returns:
         (a, sfa), (b, sfb), and the bfloat16 matrices (m, k) and (n, k) that were quantised.
+
+    >>> (a, sfa), b, x, y = deep_gemm.testing.random_operands(8, 128, 256, "cpu")
+    >>> a.shape, sfa.shape
+    (torch.Size([8, 256]), torch.Size([8, 2]))
     """
     generator = torch.Generator(device).manual_seed(seed)
     x = torch.randn(m, k, device=device, generator=generator).bfloat16()
@@ -35,6 +39,12 @@ def integer_operands(
 
     Inside a block of 128 sums stay below 2^11, which FP8 tensor cores hold exactly; scaled, everything is a multiple
     of 1/4 below 2^22 for K up to 100,000. So a kernel's result must equal the exact product rounded to d's dtype.
+
+    >>> a, b = deep_gemm.testing.integer_operands(8, 128, 256, "cpu")
+    >>> d = torch.empty(8, 128)
+    >>> deep_gemm.fp8_gemm_nt(a, b, d)
+    >>> torch.equal(d, (4 * d).round() / 4)
+    True
     """
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -56,6 +66,10 @@ def one_hot_operand(rows: int, k: int, device: torch.device | str = "cuda", seed
 
     Returns:
         (a, sfa) and the int64 index (rows,).
+
+    >>> (a, sfa), index = deep_gemm.testing.one_hot_operand(8, 128, "cpu")
+    >>> torch.equal(a.float().argmax(1), index)
+    True
     """
     generator = torch.Generator(device).manual_seed(seed)
     index = torch.randint(0, k, (rows,), device=device, generator=generator)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
+import house
 import pytest
 import torch
 from client_calls import ROWS
@@ -22,6 +27,7 @@ def test_a_call_in_a_clients_spelling(name: str) -> None:
         assert calc_diff(found, exact) < 1e-3
 
 
+@pytest.mark.filterwarnings("error")  # torch warns when the address of a fake tensor is read
 @pytest.mark.parametrize("name", ROWS)
 def test_it_looks_at_no_data_when_it_is_traced(name: str) -> None:
     with FakeTensorMode():
@@ -80,3 +86,58 @@ def test_what_2_8_added_must_be_none(name: str) -> None:
     if name.startswith("k_grouped_fp8"):
         with pytest.raises(UnsupportedError, match="use_padded_sf_layout must be False"):
             function(*operands, *sizes, use_padded_sf_layout=True)
+
+
+def test_shares_that_no_gpu_has_are_refused() -> None:
+    for wrong in (lambda: deep_gemm.set_tc_util(101), lambda: deep_gemm.set_num_sms(10**6)):
+        with pytest.raises(InvalidInputError, match=r"must be an integer from [01] to \d+"):
+            wrong()
+
+
+FRESH = """
+import os, sys, torch, deep_gemm
+os.environ["DG_JIT_CACHE_DIR"] = sys.argv[1]
+print(deep_gemm.cache_info()["root"])
+theirs = torch.library.Library("deep_gemm", "FRAGMENT")
+theirs.define("bf16_gemm(Tensor a, Tensor b, Tensor(a!) d) -> ()")
+theirs.impl("bf16_gemm", lambda a, b, d: None, "CompositeExplicitAutograd")
+deep_gemm.register_operators()
+a, d = torch.ones(16, 64).bfloat16(), torch.zeros(16, 16).bfloat16()
+torch.ops.deep_gemm.bf16_gemm(a, a, d)
+print(d.sum().item())
+torch.ops.deep_gemm_jit.bf16_gemm(a, a, d)
+print(d.sum().item())
+"""
+
+
+def test_a_fresh_process_of_sglang_beside_another_package(tmp_path: Path) -> None:
+    """The cache's directory is set after the import, and DeepGEMM's wheel has registered operators of the same name."""
+    command = [sys.executable, "-c", FRESH, str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.splitlines() == [str(tmp_path / "cache"), "0.0", "16384.0"]
+
+
+def test_a_batch_of_no_tokens_is_no_error() -> None:
+    """A rank may get none: DeepSeek-V4's output projection."""
+    a = torch.empty(0, G, K).to(torch.float8_e4m3fn), torch.empty(0, G, K // 128)
+    b = torch.ones(G, 128, K).to(torch.float8_e4m3fn), torch.ones(G, 1, K // 128)
+    d = torch.empty(0, G, 128, dtype=torch.bfloat16)
+    deep_gemm.fp8_einsum("bhr,hdr->bhd", a, b, d)
+    assert d.shape == (0, G, 128)
+
+
+PARTS = (
+    "gemm_",
+    "bf16_gemm",
+    "bmn_bnk_mn_gemm_impl",
+    "mqa_logits",
+    "paged_mqa_logits",
+    "tf32_hc_prenorm_gemm",
+    "transpose",
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_bench_kineto_finds_kernels_by_these_parts_of_names(part: str) -> None:
+    """Clients' tests look them up so. Nothing here fills logits or packs scales by a kernel of its own."""
+    assert any(part in name for name in house.cases())

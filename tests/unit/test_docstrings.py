@@ -14,13 +14,16 @@ import torch
 
 import deep_gemm
 
-MODULES = ("compat", "fused", "nn", "quantize")
+MODULES = ("compat", "epilogue", "fused", "nn", "quantize", "testing")
 """Public modules whose functions are counted too."""
 ELSEWHERE = {
     "CustomKernel": "deep_gemm.kernel makes it",
     "kernel": "its example has ten lines, and a test of its own",
     "monitor": "its example calls a model; docs/monitor.md has more",
 }
+
+ON_A_GPU = ("testing.bench", "testing.bench_flushed", "testing.bench_kineto", "testing.get_arch_major")
+"""Functions that need one, which examples have not."""
 
 
 def public() -> Iterator[tuple[str, Any]]:
@@ -44,7 +47,9 @@ def public() -> Iterator[tuple[str, Any]]:
 
 
 FUNCTIONS = {
-    name: value for name, value in public() if name.partition(".")[0] not in ELSEWHERE and name != "quantize.Quantized"
+    name: value
+    for name, value in public()
+    if name.partition(".")[0] not in ELSEWHERE and name not in ("quantize.Quantized", "testing.Operand", *ON_A_GPU)
 }
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
+import deep_gemm
 from deep_gemm import nn
 
 ROWS = (192, 208, 320, 464)
@@ -105,3 +106,40 @@ def test_inductor_adds_no_kernel_that_copies(name: str) -> None:
         assert re.findall(r"torch\.ops\.deep_gemm_jit\.(\w+)\.default\(", code) == [called]
         assert "cpp_fused" not in code
         assert "copy_(" not in code
+
+
+def sliced(x: Tensor, w: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype)
+    deep_gemm.bf16_gemm_nn(x[:, :IN], w.t(), d)
+    return d
+
+
+def gradient(x: Tensor, w: Tensor) -> Tensor:
+    d = torch.empty(IN, IN)
+    deep_gemm.bf16_gemm_tn(x[:, :IN], x[:, :IN], d)
+    return d
+
+
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    d = torch.empty(x.shape[0], w.shape[0], dtype=x.dtype)
+    deep_gemm.fp8_gemm_nt(deep_gemm.quantize.rows(x[:, :IN]), deep_gemm.quantize.blocks(w), d)
+    return d
+
+
+@pytest.mark.limit(300)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("function", "called"),
+    [
+        (sliced, ["bf16_gemm"]),
+        (gradient, ["bf16_gemm"]),
+        (scaled, ["quantize_plain", "quantize_plain", "fp8_gemm"]),
+    ],
+)
+def test_inductor_copies_no_operand_that_is_a_view(function: Callable[..., Tensor], called: list[str]) -> None:
+    """Slices of wider tensors, and transposes. One graph for all M."""
+    x, w = matrix(ROWS[0], 2 * IN), matrix(OUT, IN)
+    found, codes = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=True), x, w)
+    assert torch.equal(found, function(x, w))
+    assert re.findall(r"torch\.ops\.deep_gemm_jit\.(\w+)\.default\(", codes[0]) == called
+    assert not re.findall(r"copy_\(|clone\(|cpp_fused", codes[0])

@@ -29,6 +29,7 @@ from nn_cases import (
     results,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import deep_gemm
@@ -336,6 +337,16 @@ def test_a_transform_is_refused_in_words(made: Callable[[], Any], grad: bool) ->
     with torch.set_grad_enabled(grad), pytest.raises(InvalidInputError, match=r"torch.func.vmap.*may have any rank"):
         torch.func.vmap(module)(x)
     assert module(x).shape[:2] == (3, 16)
+
+
+@pytest.mark.parametrize("made", [FP8Linear, BF16Linear, lambda *sizes, **on: deep_gemm.nn.MoE(IN, 64, 4, 2, **on)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_meta_tensor_is_refused_in_words(made: Callable[..., Any], grad: bool) -> None:
+    module, x = made(IN, OUT, device="meta"), matrix(16, IN).to("meta")
+    with torch.set_grad_enabled(grad), pytest.raises(InvalidInputError, match=r"x is a meta tensor.*to_empty\(\)"):
+        module(x)
+    with FakeTensorMode():
+        assert made(IN, OUT, dtype=BF16)(torch.empty(16, IN, dtype=BF16)).shape[0] == 16
 
 
 class Tagged(Tensor):

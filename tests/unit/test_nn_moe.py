@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nn_cases import BOUNDS, EXPERT_BOUNDS, IN, OUT, check, experts_exact, experts_results, matrix, relative
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import deep_gemm
 from deep_gemm import InvalidInputError
@@ -106,6 +109,52 @@ def test_repeats_have_the_same_bits_and_gradients_are_added_to_main_grad() -> No
     for weight, name in zip(weights, ("d gate_up", "d down"), strict=True):
         assert weight.grad is None
         torch.testing.assert_close(weight.main_grad, 2 * once[name])
+
+
+def grouped_results(layer: Any, x: Tensor, dy: Tensor, run: Callable[..., Tensor] | None = None) -> Any:
+    """Results and gradients of a grouped layer, whose rows are routed in turn."""
+    routing = Routing.from_choices(torch.arange(len(x))[:, None] % EXPERTS, EXPERTS)
+    layer.zero_grad()
+    rows = routing.spread(x).requires_grad_()
+    y = (run or layer)(rows, routing)
+    y.backward(routing.spread(dy).to(y.dtype))
+    return {"y": y.detach(), "dx": rows.grad, "dw": layer.weight.grad.clone()}
+
+
+LAYERS: dict[str, tuple[Callable[[], Any], Any, int]] = {
+    "grouped": (lambda: FP8GroupedLinear(EXPERTS, IN, OUT), grouped_results, OUT),
+    "mixture": (mixture, experts_results, IN),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("way", ["checkpoint", "reentrant", "deterministic"])
+def test_the_same_bits_whichever_way_it_is_called(name: str, way: str) -> None:
+    make, results, width = LAYERS[name]
+    layer, x, dy = make(), matrix(37, IN), matrix(37, width)
+    wanted = results(layer, x, dy)
+    again = functools.partial(checkpoint, layer, use_reentrant=way == "reentrant")
+    torch.use_deterministic_algorithms(way == "deterministic")
+    try:
+        found = results(layer, x, dy, None if way == "deterministic" else again)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_says_the_dtype(name: str) -> None:
+    make, results, width = LAYERS[name]
+    layer, x, dy = make(), matrix(37, IN), matrix(37, width)
+    wanted = results(layer, x, dy)
+    found = results(layer, x.float(), dy, torch.autocast("cpu", dtype=torch.bfloat16)(layer.__call__))
+    assert found["y"].dtype == torch.bfloat16
+    assert found["dx"].dtype == torch.float32
+    assert all(torch.equal(found[key].to(wanted[key].dtype), wanted[key]) for key in wanted if key != "dx")
+    torch.testing.assert_close(found["dx"].bfloat16(), wanted["dx"])
+    if name == "mixture":
+        with torch.autocast("cpu", dtype=torch.float16), pytest.raises(InvalidInputError, match="bfloat16"):
+            layer(x.float())
 
 
 def test_the_mixed_recipe_changes_gradients_of_weights_alone() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import shutil
 import subprocess
 import sys
@@ -13,19 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from public_calls import CALLS, paired
+from operator_cases import arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 import deep_gemm
 from deep_gemm import InvalidInputError, fused, quantize
-from deep_gemm.ops import linear
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import operators
-from deep_gemm.runtime.calls import Calls
-from deep_gemm.runtime.operation import REQUIRED
 
-BF16, N, K, GROUPS = torch.bfloat16, 256, 128, 2
+BF16, M, N, K, GROUPS = torch.bfloat16, 200, 256, 128, 2
 OPERATORS = deep_gemm.register_operators()
 WRITING = [name for name in OPERATORS if not name.endswith("_functional")]
 ROWS = (384, 640, 896)
@@ -62,12 +57,6 @@ def dense_added(x: Tensor) -> Tensor:
     return d
 
 
-def fp16(x: Tensor) -> Tensor:
-    d = torch.empty(x.shape[0], N, dtype=torch.float16)
-    deep_gemm.fp16_gemm_nt(x.half(), W.half(), d)
-    return d
-
-
 def fp8(x: Tensor) -> Tensor:
     d = torch.empty(x.shape[0], N, dtype=BF16)
     deep_gemm.fp8_gemm_nt(quantize.rows(x), FP8_W, d, recipe=(1, 128, 128))
@@ -86,13 +75,6 @@ def casts(x: Tensor) -> tuple[Tensor, ...]:
     return *first, *second, *rows, *blocks, *quantize.columns(x)
 
 
-def contiguous(x: Tensor) -> Tensor:
-    d = torch.empty(x.shape[0], N, dtype=BF16)
-    groups = torch.zeros(x.shape[0], dtype=torch.int32)
-    deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x, EXPERTS, d, groups)
-    return d
-
-
 def contiguous_fp8(x: Tensor) -> Tensor:
     d = torch.empty(x.shape[0], N, dtype=BF16)
     groups = torch.ones(x.shape[0], dtype=torch.int32)
@@ -105,12 +87,6 @@ def masked(x: Tensor) -> Tensor:
     counts = torch.tensor([3, 5], dtype=torch.int32)
     deep_gemm.m_grouped_bf16_gemm_nt_masked(torch.stack([x, x]), EXPERTS, d, counts, 4)
     return d[:, :3]
-
-
-def prenorm(x: Tensor) -> tuple[Tensor, Tensor]:
-    d, squares = torch.empty(x.shape[0], 24), torch.empty(x.shape[0])
-    deep_gemm.tf32_hc_prenorm_gemm(x, W[:24].float(), d, squares)
-    return d, squares
 
 
 def logits(x: Tensor) -> Tensor:
@@ -133,7 +109,8 @@ def activations(x: Tensor) -> tuple[Tensor, ...]:
     return fused.silu_and_mul(x, limit=3.0), *pair, fused.add_gelu(x, bias, torch.float32), fused.mul_add(x, bias, x)
 
 
-LAYERS = [dense, dense_added, fp16, fp8, casts, contiguous, contiguous_fp8, masked, prenorm, logits, norms, activations]
+LAYERS = [dense_added, fp8, casts, contiguous_fp8, masked, logits, norms, activations]
+"""With values made inside. Each public function alone is compiled in test_compiled_calls.py."""
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
@@ -249,68 +226,60 @@ def test_a_wrong_call_says_the_same_when_it_is_traced() -> None:
     assert str(plain.value).partition(",")[0] in str(traced.value)
 
 
-EPILOGUE = {"alpha": 0.5, "epilogue": "bias:f32+relu", "form": "nt"}
-
-
-def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
-    """Arguments of the operator with an epilogue."""
-    x = {name: tensor for name, tensor in CALLS[function].tensors().items() if name != "c"}
-    variants, _ = operators._entries[f"{operator}_epilogue"]
-    bias = torch.ones(*x["b"].shape[:-2], x["d"].shape[-1])
-    layouts = {"grouped_layout": x.get("layout"), "masked_m": x.get("layout"), "expected_m": 8}
-    named = {"d": x["d"], **layouts, **EPILOGUE, "bias": bias}
-    found: list[Any] = []
-    for parameter in variants[0].arguments:
-        if parameter.type == operators._PAIR and parameter.name in "ab":
-            found += paired(x, parameter.name)
-        elif parameter.use != "refused":
-            found.append(x[parameter.name] if parameter.name in "ab" else named.get(parameter.name, parameter.default))
-    return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
-
-
-def linear_layer() -> None:
-    """The calls of a layer's passes, which have no public function."""
-    x, dy, y, dx, dw = (matrix(*shape) for shape in ((48, K), (48, N), (48, N), (48, K), (N, K)))
-    saved = linear.new_saved(x, N, "column")
-    linear.forward(x, W, y, None, torch.ones(N), saved, "column")
-    linear.backward(dy, saved, None, None, dx, dw, False, "column")
-
-
-@functools.cache
-def arguments() -> dict[str, tuple[Any, ...]]:
-    """Arguments of each operator, from the calls of public functions."""
-    found: dict[str, tuple[Any, ...]] = {}
-    first = Calls.first
-
-    def seen(self: Calls, key: Any, rest: Any, given: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
-        flat: list[Any] = []
-        for parameter, value in zip(self._variants[0].arguments, given, strict=True):
-            if parameter.use != "refused":
-                flat += value if parameter.type == operators._PAIR else [value]
-        found.setdefault(operators.name_of(self._variants), tuple(flat))
-        first(self, key, rest, given, tensors)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Calls, "first", seen)
-        for call in CALLS.values():
-            call.call(call.tensors())
-        linear_layer()
-        for kind in ("bf16", "fp16", "fp8"):
-            found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
-        for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):
-            found |= finished(f"m_grouped_{kind}_gemm_{form}", f"m_grouped_{kind}_gemm_nt_{form}")
-    for x in itertools.chain(*found.values()):  # what no call writes may be NaN, which equals nothing
-        if isinstance(x, Tensor) and x.dtype in (torch.float32, BF16):
-            x.nan_to_num_()
-    return found
-
-
 def own(values: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, Tensor) else x for x in values]
 
 
 def equal(x: Any, y: Any) -> bool:
     return torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if isinstance(x, Tensor) else x == y
+
+
+SCALES = [torch.ones(M, 2), torch.ones(N, 2)]
+ONES, HALF_ONES = [torch.ones(*shape) for shape in ((M, 256), (N, 256))], torch.ones(M, N).to(BF16)
+FP8_ONES = [x.to(torch.float8_e4m3fn) for x in ONES]
+BF16_ONES = [x.to(BF16) for x in ONES]
+TO_FP8 = {"d": torch.zeros(M, N).to(torch.float8_e4m3fn), "sfd": torch.ones(M, 2), "row_factor": torch.ones(M)}
+
+FORMS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
+    "1D1D": (
+        "fp8_gemm",
+        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1], ONES[0], ONES[0]),
+        {"recipe": [1, 1, 128], "form": "nt"},
+    ),
+    "rowwise": ("fp8_gemm", (FP8_ONES[0], SCALES[0][:, :1], FP8_ONES[1], SCALES[1][:, :1], HALF_ONES), {"form": "nt"}),
+    "tn": ("bf16_gemm", (BF16_ONES[0].t(), BF16_ONES[1].t(), HALF_ONES), {"form": "tn"}),
+    "ends of groups": (
+        "m_grouped_bf16_gemm_contiguous",
+        (BF16_ONES[0], torch.stack([BF16_ONES[1]] * 2), HALF_ONES, torch.tensor([8, 200], dtype=torch.int32)),
+        {"use_psum_layout": True, "form": "nt"},
+    ),
+    "a gate": (
+        "bf16_gemm_epilogue",
+        (*BF16_ONES, HALF_ONES[:, : N // 2]),
+        {"epilogue": "swiglu+clamp:7.0", "form": "nt", "alpha": 1.0},
+    ),
+    "FP8 d, from rows with factors": (
+        "fp8_gemm_epilogue",
+        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1][:2]),
+        {**TO_FP8, "epilogue": "rows+silu+fp8", "form": "nt", "alpha": 1.0},
+    ),
+    "residual": (
+        "bf16_gemm_epilogue",
+        (*BF16_ONES, HALF_ONES),
+        {"epilogue": "alpha+gelu+residual", "form": "nt", "alpha": 0.5, "residual": HALF_ONES.clone()},
+    ),
+}
+"""Other forms than those of `arguments`: an operator, its first arguments, and others by name."""
+
+
+@pytest.mark.parametrize("functional", [False, True], ids=["", "functional"])
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_finds_no_fault_with_other_forms(form: str, functional: bool) -> None:
+    name, first, named = FORMS[form]
+    operator = getattr(torch.ops.deep_gemm_jit, f"{name}_functional" if functional else name).default
+    checked = ("test_faketensor", "test_aot_dispatch_dynamic")
+    given = {key: own([value])[0] for key, value in named.items()}
+    torch.library.opcheck(operator, tuple(own(first)), given, test_utils=checked)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

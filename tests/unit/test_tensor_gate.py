@@ -120,3 +120,46 @@ def test_tensors_of_inference_mode_are_taken_outside_of_it(name: str) -> None:
     made.call(tensors)
     for key, x in plain.items():
         torch.testing.assert_close(tensors[key].double(), x.double(), rtol=0, atol=0, equal_nan=True, msg=key)
+
+
+def of_kernels(name: str) -> bool:
+    """Whether an operation of the library makes the call."""
+    return not (CALLS[name].by_torch or name.startswith("testing.") or name in ("tensor_map", "CustomKernel", "kernel"))
+
+
+@pytest.mark.parametrize("name", filter(of_kernels, CALLS))
+def test_a_transform_of_torch_is_refused_in_words(name: str) -> None:
+    made = CALLS[name]
+    for operand, x in made.tensors().items():
+
+        def mapped(x: torch.Tensor, operand: str = operand) -> torch.Tensor:
+            made.call({**made.tensors(), operand: x})
+            return x
+
+        with pytest.raises(InvalidInputError, match=r"torch\.func\.vmap"):
+            torch.func.vmap(mapped)(torch.stack([x, x]))
+
+
+class Tagged(torch.Tensor):
+    """A subclass that only has a name of its own."""
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_subclasses_and_modes_of_torch_change_nothing(name: str) -> None:
+    made = CALLS[name]
+    made.call(plain := made.tensors())
+    tagged: dict[str, Any] = {key: x.as_subclass(Tagged) for key, x in made.tensors().items()}
+    given = {"a subclass": tagged, "deterministic": made.tensors(), "inference mode": made.tensors()}
+    if name != "testing.Guarded":  # whose class is checked
+        made.call(given["a subclass"])
+    torch.use_deterministic_algorithms(True)
+    try:
+        made.call(given["deterministic"])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.inference_mode():
+        made.call(given["inference mode"])
+    for way, tensors in given.items():
+        for key, x in plain.items():
+            found = tensors[key].as_subclass(torch.Tensor).double()
+            torch.testing.assert_close(found, x.double(), rtol=0, atol=0, equal_nan=True, msg=f"{way}: {key}")
