@@ -9,7 +9,7 @@ import torch
 from forced import ALPHA, DTYPES, fits, force_gemm, mn_major, scaling_of
 
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.epilogues import parse
+from deep_gemm.kernels.epilogues import by_part, every, parse
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.reference import Finish, Scalings, exact_product
 from deep_gemm.params import KernelParams
@@ -19,7 +19,7 @@ from deep_gemm.testing import guarded, guarded_copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F32 = torch.bfloat16, torch.float32
-TEXTS = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu+residual", "alpha+rows+bias:f32+relu+residual", "bias:f16+relu2")
+TEXTS = ("bias:f32+gelu", every(True), "alpha+rows+bias:f32+relu+residual", "bias:f16+relu2")
 """Of families' cases; and two whose results are exact for these operands."""
 EXPRESSIONS: dict[str, Callable[..., torch.Tensor]] = {
     "rows+bias:bf16+custom:mix(weight;shift,scale) return x > shift ? x * weight : x * scale;": (
@@ -64,11 +64,9 @@ def product(dtype: str, m: int, n: int, k: int, scaling: Scalings) -> tuple[dict
 def vectors(text: str, m: int, n: int, out: torch.dtype, padding: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of an epilogue; those that are not asked for are left out."""
     parts = parse(text)
-    found = {
-        "row_factor": powers(m, seed=3),
-        "bias": integers(n, seed=4).to(DTYPES.get(parts.bias, F32)),
-        "residual": guarded_copy(integers(m, n, seed=5).to(out), (align(n, 8) + padding, 1)).tensor,
-    }
+    residual = guarded_copy(integers(m, n, seed=5).to(out), (align(n, 8) + padding, 1)).tensor
+    found = by_part(powers(m, seed=3), integers(n, seed=4), residual)
+    found |= {name: found[name].to(dtype) for name in found if (dtype := DTYPES.get(getattr(parts, name)))}
     if own := parts.expression:
         sizes = [m] * len(own.rows) + [n] * len(own.columns)
         found |= {

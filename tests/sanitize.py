@@ -72,7 +72,11 @@ OTHERS: list[KernelParams] = [
 
 EPILOGUES = [params for params in epilogue_mutations.KERNELS.values() if params.grouping == "none"]
 
-GROUPED: list[KernelParams] = [*grouped_mutations.KERNELS.values(), *gated_mutations.KERNELS.values()]
+GROUPED: list[KernelParams] = [
+    *grouped_mutations.KERNELS.values(),
+    *gated_mutations.KERNELS.values(),
+    *(params for params in epilogue_mutations.KERNELS.values() if params.grouping != "none"),
+]
 """Kernels with groups, and those with a gate."""
 
 

@@ -112,7 +112,7 @@ def shapes(
 def _takes(op: str, text: str) -> bool:
     """Whether calls of this operation may have such an epilogue."""
     parts = finishing.parse(text)
-    return op in DENSE_OPS or (op in GROUPED_OPS and not (parts.residual or parts.expression))
+    return op in DENSE_OPS or (op in GROUPED_OPS and not (parts.refusal(groups=True) or parts.expression))
 
 
 def untrained(layers: Iterable[Layer]) -> tuple[str, ...]:

@@ -34,9 +34,6 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-FINISHED = ("bias:f32+gelu", "alpha+rows+bias:bf16+silu")
-"""The epilogues of the cases of families that have any; the second also has a residual, if the family takes one."""
-
 ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -121,15 +118,17 @@ class GemmFamily(Kernel):
             return f"it has no epilogue, and {spec.epilogue} is asked for"
         if (parts := epilogues.parse(spec.epilogue)).is_gated != self.rules.gated:
             return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
-        if not self.has_residuals and parts.residual:
-            return "it adds no residual"
+        if not self.has_residuals and (matrix := next((x for x in parts.tensors if x in epilogues.MATRICES), "")):
+            return f"it adds no {matrix}"
         if spec.grouping != "none" and parts.expression:
             return "with groups it takes no expression of a user"
+        if not parts.cast and (why := parts.refusal(spec.grouping != "none")):
+            return why
         if bool(parts.cast) != (d.dtype == "e4m3"):
             return (
                 f"D of FP8 has scales, which an epilogue asks for, but D is {d.dtype} and the epilogue {spec.epilogue}"
             )
-        if parts.cast and (parts.residual or spec.accumulate != "none"):
+        if parts.cast and (parts.refusal() or spec.accumulate != "none"):
             return "it adds nothing to a D of FP8 but a bias"
         if parts.cast and (columns := self.rules.columns_of_d(spec.n)) % SCALE_BLOCK:
             return f"columns of a D of FP8 must be a multiple of {SCALE_BLOCK}, not {columns}"
@@ -243,9 +242,8 @@ class GemmFamily(Kernel):
     def cases(self) -> list[KernelParams]:
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
-        first, second = FINISHED
         has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
-        names = (first, second + "+residual" * self.has_residuals) if has_all else ()
+        names = ("bias:f32+gelu", epilogues.every(self.has_residuals)) if has_all else ()
         able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
         finished = [self.case(able[-index], epilogue=name) for index, name in enumerate(names)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.kernels.epilogues import MATRICES
 from deep_gemm.ops.reference import Finish
 from deep_gemm.runtime.calls import byte_range
 
@@ -218,12 +219,12 @@ def check_places(named: Mapping[str, Tensor]) -> Accumulate:
     if d.numel():
         check_row_major("d", d)
     inputs = {name: tensor for name, tensor in named.items() if name not in ("c", "d")}
-    for name in ("c", "residual"):
+    for name in ("c", *MATRICES):
         if name in named:
             _check_added(name, named[name])
     if c is None:
-        if "residual" in named and _same(named["residual"], d):
-            del inputs["residual"]
+        same = next((name for name in MATRICES if name in named and _same(named[name], d)), "")
+        inputs.pop(same, None)
         check_no_overlap("d", d, inputs)
         return "none"
     if _same(c, d):

@@ -14,11 +14,12 @@ from deep_gemm.runtime.calls import Parameter, entry
 
 from ..errors import InvalidInputError
 from ..kernels import epilogues
+from ..kernels.expressions import VECTORS
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .finished import FUSED, Finished, with_bias
+from .finished import Finished, with_bias
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
@@ -39,7 +40,7 @@ class Dense(Gemm):
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`."""
-        return {**layouts.axes(form), "row_factor": "m", "bias": "n", "residual": "mn", "sfd": "mn"}
+        return {**layouts.axes(form), "sfd": "mn", **epilogues.by_part("m", "n", "mn")}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
@@ -50,7 +51,7 @@ class Dense(Gemm):
         named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
         asked, dims = self.check_options(given)
         ranks: dict[str, tuple[int, ...]] = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2)}
-        ranks |= {name: (1,) for name in FUSED if name not in ("residual", "sfd")}
+        ranks |= epilogues.by_part((1,), (1,), (2,)) | dict.fromkeys(VECTORS, (1,))
         device = checks.check_tensors(self.called(form), named, ranks, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)

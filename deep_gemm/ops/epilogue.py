@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import Parts, parse
-from deep_gemm.ops.reference import ACTIVATIONS, SWIGLU
+from deep_gemm.kernels.epilogues import PARTS, SWIGLU, Parts, parse
+from deep_gemm.kernels.expressions import Expression
+from deep_gemm.ops.reference import ACTIVATIONS
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
 from .custom_activation import CustomActivation, Reference, Vectors, custom_activation
-from .table import DTYPES
-
-HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
+from .table import DTYPES, TORCH
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +80,7 @@ class Epilogue:
     use_ue8m0: bool = False
     interleaved: bool = False
     text: str = field(init=False, repr=False)
+    fp8_text: str = field(init=False, repr=False)
     parts: Parts = field(init=False, repr=False)
     number: float = field(init=False, repr=False)
     tensors: dict[str, Tensor] = field(init=False, repr=False)
@@ -112,31 +113,25 @@ class Epilogue:
                 "alpha must be a finite number or a float32 tensor of one element, but it is "
                 f"{shown(self.alpha)}. A number is float32 too."
             )
-        given = {"row_factor": rows, "bias": self.bias, "residual": self.residual}
-        tensors: dict[str, Any] = {name: tensor for name, tensor in given.items() if tensor is not None}
+        given: dict[str, Any] = {part.name: getattr(self, part.name) for part in PARTS}
+        given["row_factor"] = rows
+        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
         for name, tensor in tensors.items():
             if not isinstance(tensor, Tensor):
                 check_tensor(name, tensor)
-        for name, dtypes in (("row_factor", (torch.float32,)), ("bias", HALVES_AND_FLOAT)):
-            if name in tensors and tensors[name].dtype not in dtypes:
-                known = " or ".join(map(str, dtypes))
-                raise InvalidInputError(f"{name} of an epilogue must be {known}, but it is {tensors[name].dtype}.")
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
-        bias = "" if self.bias is None else DTYPES[self.bias.dtype]
         activation = self.activation if isinstance(self.activation, str) else ""
-        clamp = None if self.clamp is None else float(self.clamp)
+        clamp = None if self.clamp is None else abs(float(self.clamp))
         expression = own.expression if own else None
-        more = activation, self.residual is not None, clamp, "", expression, self.interleaved
-        parts = Parts(has_number, rows is not None, bias, *more)
+        dtypes = tuple([(name, tensor.dtype) for name, tensor in tensors.items()])
+        make = _made if torch.compiler.is_compiling() else _parts  # torch would warn of the cache
+        key = dtypes, has_number, activation, clamp, expression, self.interleaved, self.use_ue8m0
+        parts, text, fp8_text = make(*key)
         tensors |= own.tensors if own else {}
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
-        for name, value in (("text", str(parts)), ("parts", parts), ("number", number), ("tensors", tensors)):
+        found = {"text": text, "fp8_text": fp8_text, "parts": parts, "number": number, "tensors": tensors}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
-
-    @property
-    def fp8_text(self) -> str:
-        """The text if d is FP8 with scales."""
-        return str(replace(self.parts, cast="ue8m0" if self.use_ue8m0 else "1x128"))
 
     def _check_gate(self) -> None:
         """Check what swiglu alone has, and what it cannot have."""
@@ -158,8 +153,6 @@ class Epilogue:
             raise InvalidInputError(
                 f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
             )
-        if self.residual is not None:
-            raise UnsupportedError("swiglu and a residual cannot be combined. Add the residual after the call.")
         if isinstance(self.alpha, Tensor):
             raise UnsupportedError("alpha must be a number with swiglu, not a tensor. Multiply the scales of a by it.")
 
@@ -206,6 +199,33 @@ class Epilogue:
         return cls(activation=custom_activation(name, body, rows, columns, reference), **parts)
 
 
+def _made(
+    dtypes: tuple[tuple[str, torch.dtype], ...],
+    alpha: bool,
+    activation: str,
+    clamp: float | None,
+    expression: Expression | None,
+    interleaved: bool,
+    use_ue8m0: bool,
+) -> tuple[Parts, str, str]:
+    """The parts with tensors of these dtypes, their text, and that if d is FP8. Refuses those that cannot be."""
+    given: dict[str, Any] = {"alpha": alpha, "activation": activation, "clamp": clamp, "expression": expression}
+    given["interleaved"] = interleaved
+    for part in PARTS:
+        for dtype in (dtype for name, dtype in dtypes if name == part.name):
+            given[part.name] = part.given(DTYPES.get(dtype, ""))
+            if part.dtypes and DTYPES.get(dtype) not in part.dtypes:
+                known = " or ".join(str(TORCH[each]) for each in part.dtypes)
+                raise InvalidInputError(f"{part.name} of an epilogue must be {known}, but it is {dtype}.")
+    parts = Parts(**given)
+    if why := parts.refusal():
+        raise UnsupportedError(why)
+    return parts, str(parts), str(Parts(**given, cast="ue8m0" if use_ue8m0 else "1x128"))
+
+
+_parts = functools.cache(_made)
+
+
 Epilogues: TypeAlias = "str | Epilogue | Iterable[str | Epilogue] | None"
 
 
@@ -225,9 +245,9 @@ def _checked(text: Any) -> str:
     if isinstance(text, str):
         parts = parse(text)
         is_gated, has_gate = parts.is_gated, parts.clamp is not None or parts.interleaved
-        known = parts.bias in ("", *map(DTYPES.get, HALVES_AND_FLOAT))
+        known = all(getattr(parts, part.name) in ("", False, True, *part.dtypes) for part in PARTS)
         known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
-        may = not (parts.activation and parts.expression) and not ((is_gated or parts.cast) and parts.residual)
+        may = not (parts.activation and parts.expression) and not parts.refusal()
         if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
             return str(parts)
     raise InvalidInputError(

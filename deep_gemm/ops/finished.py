@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deep_gemm.kernels.epilogues import PARTS
 from deep_gemm.kernels.expressions import VECTORS
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
 from .table import DTYPES
 
-FUSED = ("row_factor", "bias", "residual", "sfd", *VECTORS)
+FUSED = (*(part.name for part in PARTS), "sfd", *VECTORS)
 """The tensors of an epilogue, and the scales of a d of FP8."""
 
 _operators = getattr(torch.ops, operators.NAMESPACE)

@@ -123,7 +123,7 @@ class Gemm(Operation):
         self.operands |= {name: name for name in self.fused}
         self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
         self.outputs = ("d", "sfd") if "sfd" in self.fused else ()
-        self.in_place = "c" if accumulates else "residual" if "residual" in self.fused else ""
+        self.in_place = "c" if accumulates else next((name for name in epilogues.MATRICES if name in self.fused), "")
         self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
         self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
         self.unsigned += ("d",) if "sfd" in self.fused else ()
@@ -200,40 +200,33 @@ class Gemm(Operation):
             return
         *groups, m, columns = named["d"].shape
         n = named["b"].shape[-2]
-        shapes = {
-            "row_factor": (*groups, m),
-            "bias": (*named["b"].shape[:-2], n),
-            "residual": tuple(named["d"].shape),
-        }
+        parts = epilogues.parse(epilogue)
+        shapes = epilogues.by_part((*groups, m), (*named["b"].shape[:-2], n), tuple(named["d"].shape))
         if "sfd" in self.fused:
-            self._check_cast(named, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
-        if (expression := epilogues.parse(epilogue).expression) is not None:
-            check_vectors(expression, named, m, n)
-        for name in (each for each in shapes if each in self.fused):
-            x, wanted = named[name], shapes[name]
-            if tuple(x.shape) != wanted and not (name == "row_factor" and x.numel() == 1):
+            self._check_cast(named, parts, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
+        if parts.expression is not None:
+            check_vectors(parts.expression, named, m, n)
+        for part in (each for each in epilogues.PARTS if each.name in self.fused):
+            name, x, wanted, dtype = part.name, named[part.name], shapes[part.name], named["d"].dtype
+            if tuple(x.shape) != wanted and not (part.axes == "m" and x.numel() == 1):
                 raise InvalidInputError(
                     f"{name} of the epilogue must have the shape {wanted}, but it has {checks.shape_of(x)}."
                 )
-        if "bias" in named and n > 1 and named["bias"].stride(-1) != 1:
-            raise InvalidInputError(
-                f"bias of the epilogue must be contiguous, but its strides are {named['bias'].stride()}. Pass "
-                "bias.contiguous()."
-            )
-        if "residual" in named and named["residual"].dtype != (wanted := named["d"].dtype):
-            raise InvalidInputError(
-                f"residual of the epilogue must have d's dtype, {wanted}, but it is {named['residual'].dtype}. Pass "
-                f"residual.to({wanted})."
-            )
-
-    def _check_cast(self, named: Mapping[str, Any], shape: tuple[int, ...]) -> None:
-        """Check a d of FP8 and its scales."""
-        for name in ("c", "residual"):
-            if name in named:
-                raise UnsupportedError(
-                    f"{name} and a d of FP8 cannot be combined. Pass a d of {name}'s dtype, and cast it with "
-                    "deep_gemm.quantize.rows."
+            if part.axes == "n" and n > 1 and x.stride(-1) != 1:
+                raise InvalidInputError(
+                    f"{name} of the epilogue must be contiguous, but its strides are {x.stride()}. Pass "
+                    f"{name}.contiguous()."
                 )
+            if not part.dtypes and x.dtype != dtype:
+                raise InvalidInputError(
+                    f"{name} of the epilogue must have d's dtype, {dtype}, but it is {x.dtype}. Pass "
+                    f"{name}.to({dtype})."
+                )
+
+    def _check_cast(self, named: Mapping[str, Any], parts: epilogues.Parts, shape: tuple[int, ...]) -> None:
+        """Check a d of FP8 and its scales."""
+        if why := epilogues.NOT_CAST.format("c") if "c" in named else parts.refusal():
+            raise UnsupportedError(why)
         d, sf = named["d"], named[SCALES_OF_D]
         if d.dtype != torch.float8_e4m3fn:
             raise InvalidInputError(f"the values of d must be torch.float8_e4m3fn, but they are {d.dtype}.")
@@ -258,7 +251,7 @@ class Gemm(Operation):
 
     def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
         """Add c and d. Returns whether TMA can write them."""
-        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", "residual", "d") if name in x.tensors}
+        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", *epilogues.MATRICES, "d") if name in x.tensors}
         for name, tensor in outputs.items():
             row = layouts.row_stride(tensor)
             found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
@@ -267,9 +260,10 @@ class Gemm(Operation):
     def work(self, x: GemmOperands, device: int) -> Work:
         """The GEMM, after the launches that prepare its operands; and its cast, if that is a launch of its own."""
         found = Preparation({name: name for name in x.tensors})
-        found.strides |= {name: x.tensors[name].stride() for name in ("bias",) if name in x.tensors}
-        if "row_factor" in x.tensors:
-            found.strides["row_factor"] = (_step(x.tensors["row_factor"]),)
+        for part in epilogues.PARTS:
+            if part.name in x.tensors and part.axes != "mn":
+                own = x.tensors[part.name]
+                found.strides[part.name] = own.stride() if part.axes == "n" else (_step(own),)
         if x.epilogue != "none":
             found.strides["alpha"] = (x.alpha,)  # type: ignore[assignment]
         if "sfd" in x.tensors:
@@ -304,5 +298,5 @@ class Gemm(Operation):
 
 
 def _step(x: Tensor) -> int:
-    """Elements from one row's factor to the next: zero if all rows share one."""
+    """Elements from one row's to the next: zero if all rows share one."""
     return 0 if x.numel() == 1 else x.stride(-1)

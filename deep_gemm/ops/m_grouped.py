@@ -67,9 +67,9 @@ class MGrouped(Gemm):
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
-            rest = {self.layout: "g", "row_factor": "gM", "bias": "gn", "sfd": "gMn"}
+            rest = {self.layout: "g", "sfd": "gMn", **epilogues.by_part("gM", "gn", "gMn")}
             return {"a": "gMk", "b": "gnk", "d": "gMn", **rest}
-        rest = {self.layout: "M", "row_factor": "M", "bias": "Gn", "sfd": "Mn"}
+        rest = {self.layout: "M", "sfd": "Mn", **epilogues.by_part("M", "Gn", "Mn")}
         return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", **rest}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
@@ -80,34 +80,35 @@ class MGrouped(Gemm):
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
         epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
-        if epilogues.parse(epilogue).expression is not None:
+        if (parts := epilogues.parse(epilogue)).expression is not None:
             raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")
         rank = 3 if self.is_masked else 2
-        ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,), "bias": (2,), "row_factor": (1, rank - 1)}
+        ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
+        ranks |= epilogues.by_part((1, rank - 1), (2,), (rank,))
         device = checks.check_tensors(self.called(form), named, ranks, (rank,), ("d", SCALES_OF_D))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
         self._check_dtypes(named, form)
         checks.check_int32(self.layout, layout)
-        if "residual" in named:
-            raise UnsupportedError("a GEMM grouped by M adds no residual. Add it to d after the call.")
+        if why := parts.refusal(groups=True):
+            raise UnsupportedError(why)
         if d.dtype != torch.bfloat16 and SCALES_OF_D not in named:
             raise InvalidInputError(
                 f"d of a GEMM grouped by M must be torch.bfloat16, but it is {d.dtype}. Pass a bfloat16 d, and cast it "
                 "after the call."
             )
         is_psum = bool(given.get("use_psum_layout"))
-        columns = self.columns(named, epilogues.parse(epilogue))
+        columns = self.columns(named, parts)
         check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
         if self.is_scaled:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
         self.check_fused(named, epilogue)
-        if "row_factor" in named:
-            named["row_factor"] = _flat_factors(named["row_factor"])
+        of_rows = [part.name for part in epilogues.PARTS if part.axes == "m" and part.name in named]
+        named |= {name: _flat_rows(name, named[name]) for name in of_rows}
         if checks.is_fake(named.values()):
             return None
         (groups, n, k), m = b.shape, a.shape[-2]
@@ -276,14 +277,14 @@ def _check_scales(a: Tensor, sfa: Tensor, b: Tensor, sfb: Tensor) -> None:
     scales.check_scales_shape("b", sfb, of_b, f"one per {SCALE_BLOCK} x {SCALE_BLOCK} block of each group of b")
 
 
-def _flat_factors(x: Tensor) -> Tensor:
-    """The factors of all groups' rows, one after the other."""
+def _flat_rows(name: str, x: Tensor) -> Tensor:
+    """The elements of all groups' rows, one after the other."""
     try:
         return x.view(-1)
     except RuntimeError:  # there is no such view
         raise InvalidInputError(
-            "row_factor of the epilogue must have its groups right after one another, but it is "
-            f"{shape_of(x)} with strides {x.stride()}. Pass row_factor.contiguous()."
+            f"{name} of the epilogue must have its groups right after one another, but it is {shape_of(x)} with "
+            f"strides {x.stride()}. Pass {name}.contiguous()."
         ) from None
 
 

@@ -9,11 +9,12 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from deep_gemm.kernels.epilogues import PARTS, SWIGLU
 from deep_gemm.ops.cast_reference import cast_blocks, dequantise
 from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
@@ -38,10 +39,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """What can be applied to sums before they are rounded, by the names that callers give. In ``sum_activations.cuh``
 each has a struct, whose name is the same in the form of a C++ name."""
-
-
-SWIGLU = "swiglu"
-"""The activation of a product whose columns are those of a gate, and then those of up: silu(gate) * up."""
 
 
 @record(frozen=True, eq=False)
@@ -93,16 +90,15 @@ class Finish:
     def of_group(self, group: int, rows: slice, d: Tensor) -> Finish:
         """That of one group of a GEMM grouped by M, whose ``rows`` are in the matrix of all groups. ``d`` has the shape
         of the call's."""
-        bias, sfd, each = self.bias, self.sfd, self.row_factor
+        sfd = self.sfd
         if sfd is not None:
             first = rows.start - group * d.shape[-2]
             sfd = sfd[rows] if d.dim() == 2 else sfd[group, first : first + rows.stop - rows.start]
-        return replace(
-            self,
-            bias=None if bias is None else bias[group],
-            row_factor=each if each is None or each.numel() == 1 else each[rows],
-            sfd=sfd,
-        )
+        found: dict[str, Any] = {"sfd": sfd}
+        for part in PARTS:
+            if (x := getattr(self, part.name)) is not None and (part.axes != "m" or x.numel() > 1):
+                found[part.name] = x[group if part.axes == "n" else rows]
+        return replace(self, **found)
 
     def write_zeros(self, d: Tensor, rows: slice) -> None:
         """Zeros in rows of d without a group; their scales are those of the cast of zeros."""

@@ -108,6 +108,7 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
   enum : bool { kCustom = Activates<Activation>::kCustom };
   using Own = Needs<Activation, kCustom>;
+  enum : bool { kNeedsGroup = kHasBias };  // whether consumers must know the group of their tile
   enum : bool { kNeedsRow = kRowFactor || kResidual || Own::kNeedsRow };  // whether consumers must know the row of their tile
 
   // Both functions for sums whose rows are D's. `sum` are this thread's sums of kCount columns in row `row` and in the row eight
@@ -133,7 +134,8 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
 #pragma unroll
     for (u32 i = 0; i < kCount / 2; i += 4) {  // eight columns: two of them in this thread, for two rows
       if constexpr (kHasBias) {
-        if (2 * i % kRun == 0) bias = bias_of(kernel, at(2 * i) + lane % kRun * kApart, group);
+        if (2 * i % kRun == 0)
+          bias = of_column<kBias>(kernel, kernel.arg.bias, kernel.arg.bias_stride_g, at(2 * i) + lane % kRun * kApart, group);
         const u32 from = 2 * i % kRun + lane % 4 * 2;
         const float even = __shfl_sync(0xffffffffu, bias, from), odd = __shfl_sync(0xffffffffu, bias, from + 1);
         sum[i] = __fadd_rn(sum[i], even);
@@ -190,8 +192,8 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
                                        const Wanted& wanted) {
     float low = 0.0f, high = 0.0f;
     if constexpr (kHasBias) {
-      low = bias_of(kernel, weight, Index<0>());
-      high = bias_of(kernel, weight + 8, Index<0>());
+      low = of_column<kBias>(kernel, kernel.arg.bias, 0, weight, Index<0>());
+      high = of_column<kBias>(kernel, kernel.arg.bias, 0, weight + 8, Index<0>());
     }
     Values<Own::kRows> each, even, odd;  // of a user's vectors: each lane has those of another row
     Values<Own::kColumns> low_values, high_values;
@@ -274,13 +276,14 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
     return found;
   }
 
-  template <class Kernel>
-  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, Index<0>) {
-    return column < kernel.n() ? Output<kBias>::load(kernel.arg.bias, column) : 0.0f;
+  // The element of a vector of the product's columns, of each group if there are groups.
+  template <u32 kElement, class Kernel>
+  static DG_DEVICE float of_column(const Kernel& kernel, const u8* vector, i64, u32 column, Index<0>) {
+    return column < kernel.n() ? Output<kElement>::load(vector, column) : 0.0f;
   }
-  template <class Kernel>
-  static DG_DEVICE float bias_of(const Kernel& kernel, u32 column, u32 group) {  // the row's address takes no registers between calls
-    return column < kernel.n() ? Output<kBias>::load(kernel.arg.bias, opaque(group) * kernel.arg.bias_stride_g + column) : 0.0f;
+  template <u32 kElement, class Kernel>  // the row's address takes no registers between calls
+  static DG_DEVICE float of_column(const Kernel& kernel, const u8* vector, i64 stride_g, u32 column, u32 group) {
+    return column < kernel.n() ? Output<kElement>::load(vector, opaque(group) * stride_g + column) : 0.0f;
   }
 
   // Of two neighbours in a row. Rows of the residual begin at multiples of 16 bytes where those of D do.
@@ -310,7 +313,8 @@ template <class Out, u32 kLimit, bool kInBetween, bool kAlpha, bool kRowFactor, 
 struct EpilogueOf<Out, Swiglu<kLimit, kInBetween>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
   using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
   using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
-  enum : bool { kGated = true, kInterleaved = kInBetween, kHasBias = Before::kHasBias, kScales = false, kFinishes = false };
+  enum : bool { kGated = true, kInterleaved = kInBetween, kHasBias = Before::kHasBias, kNeedsGroup = kHasBias };
+  enum : bool { kScales = false, kFinishes = false };
 
   // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate, or
   // with kInterleaved one.

@@ -117,9 +117,9 @@ struct Fp8Scaled {
   struct MatrixOf<true, T> {
     using Type = u32;
   };
-  enum : bool { kHasBias = Kernel::kByRows && Final::kHasBias };
+  enum : bool { kNeedsGroup = Kernel::kByRows && Final::kNeedsGroup };
   enum : bool { kCastsMasked = Tile::kElement == kE4m3 && Layout::kGrouping == kMasked };
-  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) || kHasBias || kCastsMasked };
+  enum : bool { kNeedsMatrix = Kernel::kByDepth || (Kernel::kBatched && !Tile::kTmaStore) || kNeedsGroup || kCastsMasked };
   using Matrix = typename MatrixOf<kNeedsMatrix>::Type;
 
   Kernel kernel;

@@ -155,6 +155,37 @@ def test_fp8_bytes_are_the_cast_of_the_float32_result(activation: str | None) ->
             assert torch.equal(found, wanted)
 
 
+def special_casts(kind: str) -> list[torch.Tensor]:
+    """Results in all dtypes with a special value in one column of each block of 128, and rows of zeros; and casts."""
+    m, n, k = 70, 8 * 128, 256
+    x, y = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
+    x[::7], bias = 0, torch.zeros(n, device=DEVICE)
+    bias[64::128] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 88.0, -88.0, 3e-39])
+    half = torch.float16 if kind == "fp16" else BF16
+    found: list[torch.Tensor] = []
+    deep_gemm.set_batch_invariant(True)  # one order of sums, whatever kernel is chosen
+    try:
+        tensors = random(kind, x, y)
+        exact, rounded = torch.empty(m, n, device=DEVICE), torch.empty(m, n, device=DEVICE, dtype=half)
+        d = quantize.rows(torch.zeros(m, n, device=DEVICE))
+        for out in (exact, d) if kind == "1d1d" else (exact, d, rounded):
+            call(kind, tensors, out, None, epilogue=Epilogue(bias))  # type: ignore[arg-type]
+        found += [exact, *d, exact.to(half) if kind == "1d1d" else rounded, *quantize.rows(exact)]
+    finally:
+        deep_gemm.set_batch_invariant(False)
+    return found
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_special_values_are_cast_as_those_of_the_float32_result(kind: str) -> None:
+    """NaN has one of several codes. The scale of a block with it is NaN too."""
+    exact, values, scales, rounded, wanted, of_wanted = special_casts(kind)
+    for found, right in ((values, wanted), (scales, of_wanted), (rounded, exact.to(rounded.dtype))):
+        x, y = found.float(), right.float()
+        assert torch.equal(x.isnan(), y.isnan())
+        assert torch.equal(x.nan_to_num(7.0).view(torch.int32), y.nan_to_num(7.0).view(torch.int32))
+
+
 def edges(name: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Sums, each of which is one bfloat16 value; and d, which has them in all columns. Many rows, and few."""
     special = torch.tensor(
@@ -249,30 +280,76 @@ def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
         assert_close(d, Finish("relu", **more)(exact, (slice(None), slice(None))), "relu")
 
 
-def by_rows(kind: str) -> list[torch.Tensor]:
-    """Results of many rows, and of the first of them."""
-    m, n, k = 300, 520, 1024
+BY_ROWS: dict[str, dict[str, Any]] = {
+    "bias": {"activation": "gelu"},
+    **{name: {"activation": name} for name in ("silu", "relu2", "gelu_erf")},
+    "residual": {"activation": "silu", "residual": BF16},
+    "float32": {"residual": F32},
+    "factors": {"row_factor": True, "alpha": 0.3},
+    "c": {"activation": "silu", "c": True},
+    "own": {"own": True},
+    "FP8": {"activation": "silu", "d": "fp8"},
+    "FP8, powers of two": {"row_factor": True, "use_ue8m0": True, "d": "fp8"},
+    "gate": {"activation": "swiglu", "row_factor": True},
+    "gate, FP8": {"activation": "swiglu", "d": "fp8"},
+}
+"""What there is beside a bias."""
+EVERY_KIND = [(kind, name) for kind in KINDS for name in BY_ROWS]
+EVERY_KIND += [("fp16", name) for name in ("bias", "factors", "gate")]
+EVERY_KIND += [(kind, name) for kind in ("rows", "1d1d") for name in ("bias", "factors", "own", "FP8")]
+
+
+def by_rows(kind: str, name: str = "bias") -> list[torch.Tensor]:
+    """Results of many rows, and of the first of them; of FP8 also their scales."""
+    m, n, k = 300, 512, 1024
+    asked = dict(BY_ROWS[name])
     x, y = torch.randn(m, k, device=DEVICE), torch.randn(n, k, device=DEVICE)
-    epilogue = functools.partial(Epilogue, torch.randn(n, device=DEVICE), "gelu")
+    out = asked.pop("residual", F32 if kind == "1d1d" else torch.float16 if kind == "fp16" else BF16)
+    columns, is_cast = n // 2 if asked.get("activation") == "swiglu" else n, asked.pop("d", "") == "fp8"
+    each: dict[str, torch.Tensor] = {}
+    if "residual" in BY_ROWS[name]:
+        each["residual"] = torch.randn(m, n, device=DEVICE).to(out)
+    if asked.pop("row_factor", False):
+        each["row_factor"] = torch.rand(m, device=DEVICE)
+    added = torch.randn(m, n, device=DEVICE).to(out) if asked.pop("c", False) else None
+    make: Callable[..., Epilogue] = functools.partial(Epilogue, **asked)
+    if asked.pop("own", False):
+        body = "return x > 0 ? x * x : 0.0f;"
+        make = functools.partial(Epilogue.custom, "relu2", body, reference=ACTIVATIONS["relu2"])
+    make = functools.partial(make, bias=torch.randn(n, device=DEVICE))
     deep_gemm.set_batch_invariant(True)
     try:
         found = []
         for rows in (m, 100, 17, 1):
-            d = torch.empty(rows, n, device=DEVICE, dtype=BF16)
-            if kind == "fp8":
-                pairs = deep_gemm.per_token_cast_to_fp8(x[:rows], False), deep_gemm.per_block_cast_to_fp8(y, False)
-                deep_gemm.fp8_gemm_nt(*pairs, d, epilogue=epilogue())
-            else:
-                deep_gemm.bf16_gemm_nt(x[:rows].bfloat16(), y.bfloat16(), d, epilogue=epilogue())
-            found.append(d)
+            d: Any = torch.empty(rows, columns, device=DEVICE, dtype=out)
+            d = quantize.rows(d.float().zero_()) if is_cast else d
+            c = None if added is None else added[:rows]
+            epilogue = make(**{part: tensor[:rows] for part, tensor in each.items()})
+            call(kind, random(kind, x[:rows], y), d, c, epilogue=epilogue)
+            found.append(torch.cat([part.float() for part in d], 1) if is_cast else d)
     finally:
         deep_gemm.set_batch_invariant(False)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_row_has_the_same_bits_whatever_m_is(kind: str) -> None:
-    found = by_rows(kind)
+def random(kind: str, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Operands of these values, whose sums are not exact."""
+    _, dtype, scaling = OPERATIONS[kind]
+    if dtype != "e4m3":
+        return {
+            "a": x.to({"bf16": BF16, "f16": torch.float16}[dtype]),
+            "b": y.to(BF16 if dtype == "bf16" else torch.float16),
+        }
+    if scaling == ("row", "row"):
+        (a, b), ones = (each.to(torch.float8_e4m3fn) for each in (x, y)), torch.ones(len(y), 1, device=DEVICE)
+        return {"a": a, "sfa": ones[:1].expand(len(x), 1) / 3, "b": b, "sfb": ones / 7}
+    (a, sfa), (b, sfb) = quantize.rows(x), quantize.rows(y) if kind == "1d1d" else quantize.blocks(y)
+    return {"a": a, "sfa": sfa, "b": b, "sfb": sfb}
+
+
+@pytest.mark.parametrize(("kind", "name"), EVERY_KIND)
+def test_a_row_has_the_same_bits_whatever_m_is(kind: str, name: str) -> None:
+    found = by_rows(kind, name)
     assert all(torch.equal(each, found[0][: each.shape[0]]) for each in found)
 
 
@@ -284,6 +361,8 @@ def _built() -> Iterator[None]:
     calls += [lambda name=name: list(casts(name)) for name in (None, *ACTIVATIONS)]  # type: ignore[misc]
     calls += [lambda name=name: list(edges(name)) for name in ACTIVATIONS]  # type: ignore[misc]
     calls += [lambda kind=kind: list(expressed(kind)) for kind in OPERATIONS]  # type: ignore[misc]
-    calls += [functools.partial(each, kind) for each, kind in itertools.product((before_a_graph, by_rows), KINDS)]
+    calls += [functools.partial(before_a_graph, kind) for kind in KINDS]
+    calls += [functools.partial(by_rows, *each) for each in EVERY_KIND]
+    calls += [functools.partial(special_casts, kind) for kind in OPERATIONS]
     with built(kernels_of(calls)):
         yield

@@ -149,6 +149,16 @@ def cast(case: Case, form: str, parts: dict[str, Any], max_m: int = MAX_M, **opt
     return pair
 
 
+def halves(case: Case, form: str, parts: dict[str, Any], max_m: int = MAX_M, **options: Any) -> torch.Tensor:
+    """The bfloat16 d of a call."""
+    a, b, layout = case.arguments(form, max_m)
+    rows = (a[0] if case.kind == "fp8" else a).shape[:-1]
+    d = torch.zeros(*rows, columns_of(case, parts), dtype=BF16, device=DEVICE)
+    plain = {part: value for part, value in parts.items() if part != "use_ue8m0"}
+    call(case.kind, form, a, b, d, layout, epilogue=in_form(case, form, plain, max_m), **options)
+    return d
+
+
 def case_of(routing: Routing = ROUTING, kind: str = "fp8") -> Case:
     case = Case(kind, routing, 2 * INNER, K, DEVICE)
     (case.sfb if kind == "fp8" else case.b).div_(16)  # sums are about 1
@@ -160,12 +170,7 @@ def results(kind: str, name: str) -> Any:
     case = case_of(kind=kind)
     parts, found = parts_of(name, case), []
     for form in FORMS:
-        a, b, layout = case.arguments(form, MAX_M)
-        rows = (a[0] if kind == "fp8" else a).shape[:-1]
-        half = torch.zeros(*rows, columns_of(case, parts), dtype=BF16, device=DEVICE)
-        plain = {part: value for part, value in parts.items() if part != "use_ue8m0"}
-        call(kind, form, a, b, half, layout, epilogue=in_form(case, form, plain, MAX_M))
-        found.append((form, cast(case, form, parts), half))
+        found.append((form, cast(case, form, parts), halves(case, form, parts)))
     exact = case.gathered(wanted(case, parts))
     quantize.rows(exact, use_ue8m0=name == "powers of two")  # its kernel is built with the others
     return case, found, exact
@@ -196,26 +201,32 @@ def test_each_group_is_as_a_product_of_its_own(kind: str, name: str) -> None:
                 assert bool((rest[0] == 0).all() and (rest[1] == least).all())
 
 
-def routings() -> Any:
-    """FP8 results of the same 70 rows among others; the first is that of them alone."""
-    whole, found = case_of(), []
+def routings(kind: str, name: str) -> Any:
+    """FP8 values, scales and bfloat16 results of the same 70 rows among others; the first are those of them alone."""
+    whole, found = case_of(kind=kind), []
+    kept, rows = parts_of(name, whole), slice(0, 70)
     for counts in ((70,), (70, 300, 5), (70, 0, 1, 128)):
-        case = case_of(Routing(counts))
-        rows = slice(0, 70)
-        case.a[rows], case.sfa[rows] = whole.a[rows], whole.sfa[rows]
-        case.b[0], case.sfb[0] = whole.b[0], whole.sfb[0]
-        found += [cast(case, form, {}) for form in FORMS]
-        found += [
-            cast(case, "masked", {}, max_m, expected_m=expected_m) for max_m, expected_m in ((300, 4), (512, 512))
-        ]
-    return [tuple((x[0, :70] if x.dim() == 3 else x[:70]).clone() for x in pair) for pair in found]
+        case = case_of(Routing(counts), kind)
+        case.a[rows], case.b[0] = whole.a[rows], whole.b[0]
+        if kind == "fp8":
+            case.sfa[rows], case.sfb[0] = whole.sfa[rows], whole.sfb[0]
+        parts = parts_of(name, case)
+        for part, place in (("bias", 0), ("row_factor", rows)):
+            if part in parts:
+                parts[part][place] = kept[part][place]
+        ways: list[tuple[str, int, dict[str, int]]] = [(form, MAX_M, {}) for form in FORMS]
+        ways += [("masked", max_m, {"expected_m": expected_m}) for max_m, expected_m in ((300, 4), (512, 512))]
+        for form, max_m, more in ways:
+            found.append((*cast(case, form, parts, max_m, **more), halves(case, form, parts, max_m, **more)))
+    return [tuple((x[0, :70] if x.dim() == 3 else x[:70]).contiguous() for x in each) for each in found]
 
 
-def test_a_row_has_the_same_bits_whatever_is_beside_it() -> None:
-    (values, scales), *others = routings()
-    for other, sf in others:
-        assert torch.equal(other.view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(sf, scales)
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(kind: str, name: str) -> None:
+    first, *others = routings(kind, name)
+    for each in others:
+        assert all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(each, first, strict=True))
 
 
 def before_a_graph() -> Any:
@@ -295,5 +306,6 @@ def test_other_parts(kind: str, activation: str | None) -> None:
 def _built() -> Iterator[None]:
     calls: list[Callable[[], object]] = [functools.partial(results, kind, name) for kind in KINDS for name in PARTS]
     calls += [functools.partial(plain_parts, kind, each) for kind in KINDS for each in (None, "relu", "silu")]
-    with built(kernels_of([*calls, routings, before_a_graph])):
+    calls += [functools.partial(routings, kind, name) for kind in KINDS for name in PARTS]
+    with built(kernels_of([*calls, before_a_graph])):
         yield

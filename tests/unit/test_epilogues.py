@@ -75,6 +75,44 @@ def test_an_epilogue_may_be_left_out_given_by_position_or_in_deepgemms_words() -
     assert torch.equal(d, product.float())
 
 
+def by_position(name: str, *between: Any) -> Callable[[Any], torch.Tensor]:
+    """A call of a product with these arguments between d and the last ones. It returns d, with one group or none."""
+    kind = "fp8" if "fp8" in name else "bf16"
+    a, b, product = operands(kind)
+    d = torch.empty(M, N, dtype=BF16)
+    if "m_grouped" in name:
+        b = tuple(x[None] for x in b) if kind == "fp8" else b[None]
+    if "masked" in name:
+        a = tuple(x[None] for x in a) if kind == "fp8" else a[None]
+
+    def call(*last: Any) -> torch.Tensor:
+        getattr(deep_gemm, name)(a, b, d[None] if "masked" in name else d, *between, *last)
+        return d.float() / product.float().bfloat16().float()
+
+    return call
+
+
+ROW_GROUPS, COUNTS = torch.zeros(M, dtype=torch.int32), torch.tensor([M], dtype=torch.int32)
+POSITIONS: dict[str, tuple[Any, ...]] = {
+    "fp8_gemm_nt": (None, None, None, None, "nk", False, None),
+    "bf16_gemm_nt": (None, "nk", None),
+    "m_grouped_fp8_gemm_nt_contiguous": (ROW_GROUPS, None, None, None, "nk", False, False, True, None),
+    "m_grouped_bf16_gemm_nt_contiguous": (ROW_GROUPS, "nk", False, True, None),
+    "m_grouped_fp8_gemm_nt_masked": (COUNTS, M, None, None, None, "nk", False),
+    "m_grouped_bf16_gemm_nt_masked": (COUNTS, M, "nk"),
+}
+"""What DeepGEMM 2.8 has between d and the epilogue, which is the last argument."""
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_the_last_argument_is_an_epilogue(name: str) -> None:
+    call = by_position(name, *POSITIONS[name])
+    for last, factor in ((None, 1.0), (deep_gemm.epilogue.Identity(), 1.0), (deep_gemm.epilogue.Alpha(0.5), 0.5)):
+        assert torch.equal(call(last), torch.full((M, N), factor))
+    if "grouped" not in name:
+        assert torch.equal(by_position(name, *POSITIONS[name][:-1])(0.5), torch.full((M, N), 0.5))  # alpha before it
+
+
 def test_the_residual_may_be_d_and_k_may_be_0() -> None:
     a, b, product = operands("bf16")
     d = random(M, N, seed=5)
