@@ -125,6 +125,11 @@ def torch_does(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[i
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more), by_torch=True)
 
 
+def height(x: Any) -> int:
+    """The rows of a plain tensor; M of any other."""
+    return x.shape[0] if type(x) is torch.Tensor and not x.is_nested and x.dim() else M
+
+
 def batch(expression: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
     return PublicCall(made(shapes), lambda x: deep_gemm.einsum(expression, *x.values()))
 
@@ -260,10 +265,10 @@ CALLS: dict[str, PublicCall] = {
         sf=((8, 4), F32),
     ),
     "transform_sf_into_required_layout": torch_does(
-        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, len(sf), 512, (1, 128, 128), None, True), **SCALES
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf), 512, (1, 128, 128), None, True), **SCALES
     ),
     "transform_sf_into_required_layout blocks": torch_does(
-        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, len(sf) * 128, 512, (128, 128)), **SCALES
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf) * 128, 512, (128, 128)), **SCALES
     ),
     "declare_constant": torch_does(deep_gemm.declare_constant, x=((M, K), F32)),
     "retract_constant": torch_does(deep_gemm.retract_constant, x=((M, K), F32)),

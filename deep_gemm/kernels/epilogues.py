@@ -125,6 +125,8 @@ class Parts:
     def refusal(self, groups: bool = False) -> str:
         """Why a part cannot be combined with what else there is, as a sentence; "" if all can. ``groups``: along M."""
         others = [SWIGLU] * self.is_gated + [GROUPS] * groups + [FP8] * bool(self.cast)
+        if not others:
+            return ""
         found = [part.refused.get(other, "") for part in PARTS for other in others if getattr(self, part.name)]
         return next(filter(None, found), "")
 

@@ -27,6 +27,13 @@ from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
 _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
 """The operations of 16-bit values."""
 
+_RANKS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)),
+    **epilogues.by_part((1,), (1,), (2,)),
+    **dict.fromkeys(VECTORS, (1,)),
+}
+"""Of the operands that are no matrices."""
+
 
 class Dense(Gemm):
     """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
@@ -50,9 +57,7 @@ class Dense(Gemm):
         given = self.given(arguments, named_arguments)
         named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
         asked, dims = self.check_options(given)
-        ranks: dict[str, tuple[int, ...]] = {"the scales of a": (0, 1, 2), "the scales of b": (0, 1, 2)}
-        ranks |= epilogues.by_part((1,), (1,), (2,)) | dict.fromkeys(VECTORS, (1,))
-        device = checks.check_tensors(self.called(form), named, ranks, (2,), ("d", SCALES_OF_D))
+        device = checks.check_tensors(self.called(form), named, _RANKS, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN

@@ -113,12 +113,14 @@ class Epilogue:
                 "alpha must be a finite number or a float32 tensor of one element, but it is "
                 f"{shown(self.alpha)}. A number is float32 too."
             )
-        given: dict[str, Any] = {part.name: getattr(self, part.name) for part in PARTS}
-        given["row_factor"] = rows
-        tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-        for name, tensor in tensors.items():
+        tensors: dict[str, Tensor] = {}
+        for part in PARTS:
+            tensor = rows if part.name == "row_factor" else getattr(self, part.name)
+            if tensor is None:
+                continue
             if not isinstance(tensor, Tensor):
-                check_tensor(name, tensor)
+                check_tensor(part.name, tensor)
+            tensors[part.name] = tensor
         has_number = self.alpha is not None and not isinstance(self.alpha, Tensor)
         activation = self.activation if isinstance(self.activation, str) else ""
         clamp = None if self.clamp is None else abs(float(self.clamp))

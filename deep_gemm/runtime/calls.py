@@ -175,7 +175,8 @@ def _prepare(operation: Operation, x: Operands, device: int) -> Call:
         measuring.consider(operation, work, x.tensors, device)
     promised = all(weight_promises.is_constant(x.tensors[name]) for name in operation.weights)
     # The operation itself first, so that an error names its sizes.
-    main, own = work.main, operation.plan(work.steps[work.main], device)
+    main = work.main
+    own = operation.plan(work.steps[main], device)
     plans = [own if index == main else operation.plan(step, device) for index, step in enumerate(work.steps)]
     replay = Replay(work, plans, x.tensors, operation, _raw_stream(device), promised)
     config, symbol = (" + ".join(words) for words in zip(*((y.config, y.symbol) for y in plans[main:]), strict=True))

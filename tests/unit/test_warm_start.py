@@ -85,10 +85,11 @@ print(json.dumps([layer, sorted(set(sys.modules) - known), opened, stats]))
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
-def test_a_first_choice_and_its_kernel_import_nothing_and_read_each_file_once(
+def test_a_first_choice_and_its_kernel_import_little_and_read_each_file_once(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An import takes 0.3 ms and more, and a file 0.05 ms, of the first call of a process whose kernels are packed."""
+    """An import takes 0.3 ms and more, and a file 0.05 ms, of the first call of a process whose kernels are packed. The
+    H200's file lacks the speed of some products: the H100's is scaled to it by the spec sheets."""
     build = Builder(tmp_path / "root", FakeCompiler(), packs=Packs([]))
     monkeypatch.setattr(engine, "default_builder", lambda: build)
     asked = ops.spec(64, 7168, 2048, 132, "fp8_gemm_nt")
@@ -99,14 +100,14 @@ def test_a_first_choice_and_its_kernel_import_nothing_and_read_each_file_once(
     command = [sys.executable, "-c", FIRST, str(tmp_path / "none"), str(pack), device]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     layer, new, opened, stats = json.loads(done.stdout)
-    assert (layer, new) == ("pack", [])
+    scales = device == "NVIDIA H200"
+    assert (layer, new) == ("pack", ["deep_gemm.select.sheets"] if scales else [])
     # The pack's table, and its kernel.
     assert {path: count for path, count in Counter(opened).items() if count > 1} == {str(pack): 2}
     own = [path for path in stats if path in own_files()]
     assert len(own) == len(set(own)) > 20
     calibrations = {Path(path).stem for path in opened if path.endswith(".json")}
-    # The H200's lacks the speed of some products.
-    assert calibrations == {"nvidia_h100_80gb_hbm3"} | ({"nvidia_h200"} if device == "NVIDIA H200" else set())
+    assert calibrations == {"nvidia_h100_80gb_hbm3"} | ({"nvidia_h200"} if scales else set())
 
 
 def second_hit(root: Path, *packs: Path) -> tuple[list[str], list[tuple[str, Any]]]:
