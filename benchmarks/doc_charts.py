@@ -35,6 +35,7 @@ MODEL = "transformers-model"
 LOSSES = "train-linear"
 EVERY = {
     OVERVIEW: "reference",
+    LOSSES: "train-linear-h200",
     "fp8-flush-ratio": "reference",
     "bf16-flush-ratio": "bf16",
     MODEL: "transformers-h200",
