@@ -30,7 +30,11 @@ GROUP = "deep_gemm.backends"
 
 
 class Backend:
-    """One way to run operations. A subclass is registered by the decorator `backend`, its kernels by `kernel`."""
+    """One way to run operations. A subclass is registered by the decorator `backend`, its kernels by `kernel`.
+
+    >>> isinstance(deep_gemm.backends.get_backend("torch"), deep_gemm.backends.Backend)
+    True
+    """
 
     name: ClassVar[str] = ""
     requires: ClassVar[str] = ""
@@ -63,6 +67,9 @@ class Operation(ABC):
     """One operation. Kernels take its operands by position and write one of them in place.
 
     ``dims`` are the names of the sizes of a shape, in the order of "64x512x256" on a command line.
+
+    >>> deep_gemm.backends.get_operation("m_grouped_bf16_gemm_nt_masked").dims
+    ('groups', 'mean rows', 'N', 'K')
     """
 
     name: str
@@ -127,7 +134,11 @@ def _importable(module: str) -> bool:
 @dataclass(frozen=True)
 class Kernel:
     """A backend's implementation of an operation. ``name`` is the backend's, followed by ":" and a variant if it has
-    several."""
+    several.
+
+    >>> deep_gemm.backends.get_kernel("torch", "bf16_gemm_nt").easier
+    False
+    """
 
     name: str
     op: str
@@ -224,19 +235,31 @@ def _all() -> dict[str, Backend]:
 
 
 def names() -> list[str]:
-    """All backends that are known, installed or not."""
+    """All backends that are known, installed or not.
+
+    >>> {"cuda", "cublaslt", "triton", "torch"} <= set(deep_gemm.backends.names())
+    True
+    """
     known = _all()
     return [*known, *(name for name in _broken if name not in known)]
 
 
 def absent() -> dict[str, str]:
-    """Backends that cannot be used in this Python, and why."""
+    """Backends that cannot be used in this Python, and why.
+
+    >>> "torch" in deep_gemm.backends.absent()
+    False
+    """
     reasons = {name: found.why_absent() for name, found in _all().items()}
     return {name: why for name, why in reasons.items() if why} | _broken
 
 
 def get_backend(name: str) -> Backend:
-    """A backend by its name. Raises InvalidInputError for an unknown one, and UnsupportedError if it is absent."""
+    """A backend by its name. Raises InvalidInputError for an unknown one, and UnsupportedError if it is absent.
+
+    >>> deep_gemm.backends.get_backend("torch").name
+    'torch'
+    """
     known = _all()
     if name not in known and name not in _broken:
         raise InvalidInputError(f"backend must be one of {', '.join(names())}, but it is {name!r}.")
@@ -250,6 +273,11 @@ def get_kernel(name: str, op: str) -> Kernel:
 
     Its arguments are those of our function of that name. Raises InvalidInputError for an unknown backend or operation,
     and UnsupportedError if the backend is absent or has no such kernel; the message lists the backends that have one.
+
+    >>> a, b, d = (torch.ones(*shape).bfloat16() for shape in ((8, 64), (32, 64), (8, 32)))
+    >>> deep_gemm.backends.get_kernel("torch", "bf16_gemm_nt").function(a, b, d)
+    >>> d[0, 0].item()
+    64.0
     """
     get_operation(op)
     _load(get_backend(name.partition(":")[0]))
@@ -260,7 +288,11 @@ def get_kernel(name: str, op: str) -> Kernel:
 
 
 def of(op: str) -> list[str]:
-    """The available backends that have an operation, with variants such as "cublaslt:tensorwise". No GPU is needed."""
+    """The available backends that have an operation, with variants such as "cublaslt:tensorwise". No GPU is needed.
+
+    >>> "torch" in deep_gemm.backends.of("fp8_gemm_nt")
+    True
+    """
     get_operation(op)
     gone = absent()
     for name, found in list(_all().items()):
@@ -282,12 +314,21 @@ def _load(found: Backend) -> None:
 
 
 def operation_names() -> list[str]:
+    """All operations that backends can have.
+
+    >>> "fp8_gemm_nt" in deep_gemm.backends.operation_names()
+    True
+    """
     _find()
     return list(_operations)
 
 
 def get_operation(op: str) -> Operation:
-    """An operation by its name. Raises InvalidInputError for an unknown one."""
+    """An operation by its name. Raises InvalidInputError for an unknown one.
+
+    >>> deep_gemm.backends.get_operation("bf16_gemm_nt").dims
+    ('M', 'N', 'K')
+    """
     _find()
     if op not in _operations:
         raise InvalidInputError(f"op must be one of {', '.join(_operations)}, but it is {op!r}.")

@@ -271,6 +271,10 @@ def compare(
 
     Raises:
         InvalidInputError: there is no such operation, backend, mode, device or shape.
+
+    >>> found = deep_gemm.backends.compare("bf16_gemm_nt", [(8, 64, 32)], ["torch"])
+    >>> [row.status for row in found.results]
+    ['ok']
     """
     operation = get_operation(op)
     target = _device(device)
