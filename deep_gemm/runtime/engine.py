@@ -156,7 +156,7 @@ def plan(spec: Spec, device: int) -> Plan:
 def launches(spec: GemmSpec, device: int) -> tuple[GemmSpec, QuantizeSpec | None]:
     """The launches that compute ``spec`` on CUDA device ``device``: one, or a product and the cast of it (see
     `select.casts`). Raises UnsupportedError."""
-    both = epilogues.apart(spec) if spec.d.dtype == "e4m3" else None
+    both = epilogues.apart(spec)
     if both is None:
         return spec, None
     found = _castings.get((spec, device))
