@@ -3,7 +3,7 @@
 # make lint      ruff and mypy
 # make docs      build docs/_build/html; warnings are errors
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
-# make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some 13 minutes on two cores, no GPU;
+# make wheel-with-kernels  build in dist/kernels/ the wheel that holds compiled kernels: some 14 minutes on two cores, no GPU;
 #                KERNELS=DIRECTORY keeps the compiled kernels there, for the next build
 # make shipped-calls  draw 20,000 calls for each GPU model, and fail if the wheel would lack the kernel of one: some two minutes
 # make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure

@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument(
         "--cache",
         type=lambda text: Path(text).absolute(),
-        default="",
         help="a directory that keeps compiled kernels, so that the next build is faster",
     )
     options = parser.parse_args()
@@ -75,7 +74,7 @@ def main() -> None:
         (content,) = open_wheel.iterdir()
         pack = content / "deep_gemm" / "shipped" / "sm_90a.dgpack"
         compiling = environment | {"PYTHONPATH": str(content), "DG_JIT_CACHE_DIR": str(Path(scratch, "cache"))}
-        compiler = (sys.executable, "-c", COMPILE, content, pack, options.cache)
+        compiler = (sys.executable, "-c", COMPILE, content, pack, options.cache or "")
         # Not in ROOT, whose deep_gemm would be imported.
         run(*compiler, why="its kernels could not be compiled", env=compiling, cwd=Path(scratch))
         made.mkdir()

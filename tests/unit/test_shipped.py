@@ -106,7 +106,7 @@ def test_each_kernel_is_listed_once_and_they_are_few(listed: list[KernelParams])
 
 
 def test_they_stay_within_the_size_of_a_wheel(listed: list[KernelParams]) -> None:
-    """An estimate: the whole list takes some 13 minutes to build, which then holds the limit itself."""
+    """An estimate: the whole list takes some 14 minutes to build, which then holds the limit itself."""
     took = BUDGETS["shipped_bytes"]
     estimate = sum(took.get(params.kernel, took["other"]) for params in listed)
     assert 0.6 * shipped.MOST_BYTES <= estimate <= shipped.MOST_BYTES
