@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +52,8 @@ def epoch() -> str:
         return "315532800"  # the first time that a zip file can say
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a command line. Without --cache no kernels are kept."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=lambda text: Path(text).absolute(), default=ROOT / "dist" / "kernels")
     parser.add_argument(
@@ -59,7 +61,11 @@ def main() -> None:
         type=lambda text: Path(text).absolute(),
         help="a directory that keeps compiled kernels, so that the next build is faster",
     )
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
     start = time.monotonic()
     os.umask(0o022)  # files in the wheel have the modes of those that are unpacked here
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("DG_", "PYTHON"))}

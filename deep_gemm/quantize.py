@@ -104,16 +104,7 @@ def rows_and_columns(
 
     >>> rows, columns = deep_gemm.quantize.rows_and_columns(torch.ones(16, 256))
     """
-    first, second = (
-        _two(out)
-        if out is not None
-        else (
-            _empty(x, "row", gated, row_major=row_major),
-            _empty(x, "column", gated, transposed=True, row_major=row_major),
-        )
-    )
-    ops.both(x, first, second, "row", "column", use_ue8m0, epsilon, gated)
-    return first, second
+    return _both(x, "row", "column", out, use_ue8m0, epsilon, gated, row_major)
 
 
 def blocks(
@@ -164,9 +155,7 @@ def blocks_and_transpose(
 
     >>> blocks, transposed = deep_gemm.quantize.blocks_and_transpose(torch.ones(16, 256))
     """
-    first, second = _two(out) if out is not None else (_empty(x, "tile"), _empty(x, "tile", transposed=True))
-    ops.both(x, first, second, "tile", "tile", use_ue8m0, epsilon, False)
-    return first, second
+    return _both(x, "tile", "tile", out, use_ue8m0, epsilon)
 
 
 def rows_and_blocks_transposed(
@@ -185,13 +174,7 @@ def rows_and_blocks_transposed(
     >>> [scales.shape for _, scales in (rows, transposed)]
     [torch.Size([16, 2]), torch.Size([2, 1])]
     """
-    first, second = (
-        _two(out)
-        if out is not None
-        else (_empty(x, "row", gated, row_major=row_major), _empty(x, "tile", gated, transposed=True))
-    )
-    ops.both(x, first, second, "row", "tile", use_ue8m0, epsilon, gated)
-    return first, second
+    return _both(x, "row", "tile", out, use_ue8m0, epsilon, gated, row_major)
 
 
 def spread(x: Tensor) -> Tensor:
@@ -264,6 +247,28 @@ def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK)
         ops.plain(x, None, None, out, "tile", use_ue8m0, AMAX_MIN, False)
         return out
     return cast_reference.per_block_cast_to_fp8(x, use_ue8m0, gran_k)
+
+
+def _both(
+    x: Tensor,
+    plain: Blocks,
+    transposed: Blocks,
+    out: tuple[Quantized, Quantized] | None,
+    use_ue8m0: bool,
+    epsilon: float,
+    gated: bool = False,
+    row_major: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """The casts of x and of its transpose, from one pass. Scales of "tile" are row-major whatever is asked."""
+    if out is not None:
+        first, second = _two(out)
+    else:
+        first, second = (
+            _empty(x, blocks, gated, turned, row_major if blocks != "tile" else False)
+            for blocks, turned in ((plain, False), (transposed, True))
+        )
+    ops.both(x, first, second, plain, transposed, use_ue8m0, epsilon, gated)
+    return first, second
 
 
 def _two(out: object) -> tuple[Quantized, Quantized]:

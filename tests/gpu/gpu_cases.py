@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,16 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # N x K of DeepSeek-V3's projections.
 PROJECTIONS = [(2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048)]
+
+
+@contextlib.contextmanager
+def batch_invariant() -> Iterator[None]:
+    """One order of sums, whatever kernel is chosen."""
+    deep_gemm.set_batch_invariant(True)
+    try:
+        yield
+    finally:
+        deep_gemm.set_batch_invariant(False)
 
 
 def nan_output(m: int, n: int) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import batched_cases
@@ -13,7 +12,7 @@ import torch
 from batched_cases import FORMS, integers, output, product, surrounded
 from chosen import entry
 from forced import compiled, nvrtc
-from gpu_cases import DEVICE
+from gpu_cases import DEVICE, batch_invariant
 
 import deep_gemm
 from deep_gemm.jit import Builder
@@ -28,15 +27,6 @@ CASES = [*HALF_BATCHED.cases(), *HALF_SUMMED.cases()]
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
-
-
-@contextmanager
-def batch_invariant() -> Iterator[None]:
-    deep_gemm.set_batch_invariant(True)
-    try:
-        yield
-    finally:
-        deep_gemm.set_batch_invariant(False)
 
 
 @cuda_only

@@ -3,7 +3,6 @@ cast: the bytes of one launch, of two and of `quantize.rows` are the same."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from built import built, kernels_of
 from forced import in_launches
-from gpu_cases import DEVICE
+from gpu_cases import DEVICE, batch_invariant
 
 import deep_gemm
 from deep_gemm import Epilogue, quantize
@@ -82,20 +81,10 @@ def results(kind: str, name: str, m: int, n: int, k: int, powers: bool = False) 
     return out[0], quantize.rows(exact, use_ue8m0=powers)
 
 
-@contextlib.contextmanager
-def invariant() -> Iterator[None]:
-    """One order of sums, whatever kernel is chosen."""
-    deep_gemm.set_batch_invariant(True)
-    try:
-        yield
-    finally:
-        deep_gemm.set_batch_invariant(False)
-
-
 def both_ways(kind: str, name: str) -> list[tuple[Pair, Pair]]:
     """Results as they are chosen, in one launch, and in two; and their casts."""
     found = []
-    with invariant():
+    with batch_invariant():
         for size in SIZES:
             found.append(results(kind, name, *size))
             for count in (1, 2):
@@ -165,7 +154,7 @@ def by_rows(kind: str) -> list[Pair]:
     a, b = random(m, k, seed=7), random(n, k, seed=8)
     w = quantize.blocks(b) if kind == "fp8" else b.bfloat16()
     found = []
-    with invariant():
+    with batch_invariant():
         for rows in (m, 300, 129, 64, 17, 1):
             x = quantize.rows(a[:rows]) if kind == "fp8" else a[:rows].bfloat16()
             found.append(fresh(rows, n // 2))

@@ -30,6 +30,19 @@ def _the_path_stays() -> Iterator[None]:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch.compile has seen nothing yet, and its counters are empty. Use it with `pytest.mark.usefixtures`."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def root(tmp_path: Path) -> Path:
     """The cache directory of a test; it need not exist yet."""
     return tmp_path / "root"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +21,7 @@ ROWS = (192, 208, 320, 464)
 """None is a size of the weights: sizes that are equal in the first call would be taken for one."""
 
 
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 MADE: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: layer(name) for name in ("1x128", "mixed", "kept casts", "fused")},

@@ -21,8 +21,9 @@ ROOT = Path(__file__).parents[2]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
 
 
-def bootstrap() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / ".ci" / "bootstrap.py")
+def script(name: str) -> ModuleType:
+    """A script of .ci as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -57,6 +58,13 @@ def test_the_wheel_with_kernels_is_built_after_every_change_of_what_it_holds() -
     assert runs.index("make shipped-calls") < runs.index("make wheel-with-kernels")
 
 
+def test_the_wheel_with_kernels_keeps_no_kernels_unless_it_is_asked_to() -> None:
+    """argparse would make a path of a default that is a text, and the build would fill the current directory."""
+    parse = script("wheel_with_kernels").parse
+    assert parse([]).cache is None
+    assert parse(["--cache", "kept"]).cache == Path.cwd() / "kept"
+
+
 def test_the_citation_names_this_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == deep_gemm.__version__
 
@@ -88,7 +96,7 @@ def test_the_commands_that_a_reporter_is_asked_for_exist(path: Path) -> None:
 
 
 def test_what_make_installs_is_what_the_package_declares() -> None:
-    module = bootstrap()
+    module = script("bootstrap")
     assert set(module.BASE) == listed("dependencies")
     assert set(module.TEST) == listed("test")
     assert set(module.LINT) == listed("lint")
@@ -113,7 +121,7 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
 )
 def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, group: str) -> None:
     def wanted(*arguments: str) -> set[str]:
-        module, found = bootstrap(), set[str]()
+        module, found = script("bootstrap"), set[str]()
         monkeypatch.setattr(module, "cuda_torch", lambda: None)
         monkeypatch.setattr(module, "create", lambda directory, shared: directory)
         monkeypatch.setattr(module, "missing", lambda python, groups: found.update(groups))
@@ -122,7 +130,7 @@ def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path:
         module.main()
         return found
 
-    assert wanted(option) - wanted() == set(getattr(bootstrap(), group))
+    assert wanted(option) - wanted() == set(getattr(script("bootstrap"), group))
 
 
 def test_no_index_is_named() -> None:
