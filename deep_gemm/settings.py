@@ -305,7 +305,14 @@ class Settings:
 
     def on_change(self, listener: Callable[[Collection[str]], None]) -> None:
         """Call ``listener`` with the names of the settings that `override` has changed, and when it changes them back.
-        Nobody is told of changes of the environment."""
+        Nobody is told of changes of the environment.
+
+        >>> changed = []
+        >>> deep_gemm.settings.on_change(changed.extend)
+        >>> with deep_gemm.settings.override(nvtx=True):
+        ...     changed
+        ['nvtx']
+        """
         self._listeners.append(listener)
 
     def _changed(self, names: Collection[str]) -> None:
@@ -317,6 +324,10 @@ class Settings:
         """Set settings for the duration of a `with` block: in all threads of this process, nestable.
 
         Overrides win over the environment. Raises SettingError for an unknown name or a value of the wrong kind.
+
+        >>> with deep_gemm.settings.override(cache_limit="2GiB"):
+        ...     deep_gemm.settings.cache_limit
+        2147483648
         """
         known = self._known()
         layer: dict[str, Any] = {}
@@ -335,7 +346,12 @@ class Settings:
             self._changed(layer.keys())
 
     def describe(self) -> list[SettingInfo]:
-        """All settings in the order of their definition. Never raises: an invalid value shows up as its error."""
+        """All settings in the order of their definition. Never raises: an invalid value shows up as its error.
+
+        >>> with deep_gemm.settings.override(tune="read"):
+        ...     [(x.variable, x.value, x.source) for x in deep_gemm.settings.describe() if x.attribute == "tune"]
+        [('DG_TUNE', 'read', 'override')]
+        """
         lines = []
         for name, setting in self._known().items():
             try:
@@ -347,7 +363,14 @@ class Settings:
         return lines
 
     def misspelt(self) -> list[str]:
-        """A sentence for each DG_ variable of the environment that is no setting, and so has no effect."""
+        """A sentence for each DG_ variable of the environment that is no setting, and so has no effect.
+
+        >>> import os
+        >>> os.environ["DG_TUNED"] = "on"
+        >>> deep_gemm.settings.misspelt()
+        ['DG_TUNED is no setting of deep_gemm, and has no effect. Did you mean DG_TUNE?']
+        >>> del os.environ["DG_TUNED"]
+        """
         known = [variable for setting in self._known().values() for variable in setting.variables]
         found = []
         for name in sorted(name for name in os.environ if name.startswith("DG_") and name not in known):

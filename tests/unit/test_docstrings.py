@@ -14,7 +14,7 @@ import torch
 
 import deep_gemm
 
-MODULES = ("backends", "compat", "epilogue", "fused", "nn", "quantize", "testing")
+MODULES = ("backends", "compat", "epilogue", "fused", "nn", "quantize", "testing", "utils")
 """Public modules whose functions are counted too."""
 ELSEWHERE = {
     "CustomKernel": "deep_gemm.kernel makes it",
@@ -35,6 +35,8 @@ def public() -> Iterator[tuple[str, Any]]:
     for name in deep_gemm.__all__:
         value = getattr(deep_gemm, name)
         names = getattr(value, "__all__", ()) if name in MODULES else ()
+        if name == "settings":  # an object, whose methods are public
+            names = [each for each, x in vars(type(value)).items() if inspect.isfunction(x) and each[0] != "_"]
         if name == "nn":
             names = [*names, *(f"parallel.{each}" for each in value.parallel.__all__)]
         if name == "quantize":
