@@ -56,10 +56,12 @@ def load_checkpoint(
     if not files or not all((directory / file).is_file() for file in files):
         absent = [file for file in files if not (directory / file).is_file()]
         raise InvalidInputError(f"{path} has no {absent[0] if absent else 'safetensors file'}: give the path of one.")
-    places, modules = dict[str, str](), dict(model.named_modules())
+    places, modules, scaled = dict[str, str](), dict(model.named_modules()), set[str]()
     for file in files:
         for name, found in headers.header(directory / file).items():
             places[name] = file
+            if found.dtype == "F8_E4M3":
+                scaled.add(f"{name}_scale_inv")
             _check_dtype(path, name, found.dtype, modules)
     wanted = model.state_dict(keep_vars=True)
     unknown = tuple(sorted(name for name in places if name not in wanted and not _is_read(name, modules)))
@@ -67,7 +69,8 @@ def load_checkpoint(
     missing = tuple(
         name
         for name, tensor in wanted.items()
-        if id(tensor) not in held and not (name.endswith(SCALE) and name.removesuffix("_scale_inv") in places)
+        if id(tensor) not in held
+        and (name in scaled or not (name.endswith(SCALE) and name.removesuffix("_scale_inv") in places))
     )
     if strict and (unknown or missing):
         sides = (missing, "not in the checkpoint"), (unknown, "not in the model")

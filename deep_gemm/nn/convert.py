@@ -114,8 +114,8 @@ def _why_kept(
     if type(layer) not in (nn.Linear, FP8Linear):
         return f"it is a {type(layer).__name__}, a subclass of Linear that may do something else"
     mode = options.get("mode", "training")
-    if isinstance(layer, FP8Linear):
-        return f"it is an FP8Linear in {mode} mode already" if layer.mode == mode else ""
+    if isinstance(layer, FP8Linear) and layer.mode == mode:
+        return f"it is an FP8Linear in {mode} mode already"
     others = [other for other, module in owners[id(layer.weight)] if module is not layer]
     if others:
         return f"it shares its weight with {others[0]}"
@@ -127,6 +127,8 @@ def _why_kept(
         return (
             f"its weight is a {type(layer.weight).__name__}: convert the model before its weights are sharded or packed"
         )
+    if isinstance(layer, FP8Linear):
+        return ""
     dtype = layer.weight.dtype if mode == "inference" else options.get("dtype", layer.weight.dtype)
     return why_not(layer.in_features, layer.out_features, dtype)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from deep_gemm import quantize
+from deep_gemm.errors import InvalidInputError
+from deep_gemm.nn.casts import row_major
 from deep_gemm.nn.gathered import Gathered
 from deep_gemm.ops.cast_reference import dequantise
 from deep_gemm.ops.quantize import scales_shape
@@ -57,3 +59,8 @@ def adapt(state: dict[str, Any], prefix: str, mode: str) -> None:
         state[name], state[scale_name] = cast(weight)
     elif mode == "training" and weight.dtype == E4M3 and isinstance(scale, Tensor):
         state[name] = plain(weight, state.pop(scale_name), torch.float32)
+    elif mode == "training" and weight.dtype == E4M3:
+        raise InvalidInputError(
+            f"{name} is E4M3, and the state dict has no {scale_name}, by which its values are multiplied. Load both "
+            "together."
+        )

@@ -103,6 +103,21 @@ def test_a_second_time_changes_the_mode_or_nothing() -> None:
     assert model.get_submodule("layers.0.up_proj").weight.dtype == E4M3
 
 
+def test_a_change_of_mode_loses_no_hooks_and_no_ties() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    convert(model)
+    layers: Any = list(model)
+    layers[0].register_forward_hook(lambda *_: None)
+    layers[2].weight = layers[1].weight
+    report = convert(model, mode="inference")
+    assert report.converted == ("3",)
+    assert [why.split(",")[0] for why in report.kept.values()] == [
+        "it has hooks",
+        "it shares its weight with 2",
+        "it shares its weight with 1",
+    ]
+
+
 class Odd(nn.Linear):
     pass
 
@@ -228,6 +243,12 @@ def test_a_checkpoint_that_does_not_fit_names_tensors(checkpoint: tuple[Path, Mo
     other = nn.ModuleDict({"embed_tokens": nn.Embedding(64, 32)})
     with pytest.raises(InvalidInputError, match=r"(?s)does not fit embed_tokens: .*size mismatch for weight"):
         load_checkpoint(other, path, strict=False)
+    save_file({"weight": torch.zeros(16, 16).to(E4M3), "bias": torch.zeros(16)}, path / "scaleless.safetensors")
+    with pytest.raises(InvalidInputError, match=r"1 tensor not in the checkpoint, such as weight_scale_inv\."):
+        load_checkpoint(FP8Linear(16, 16, mode="inference"), path / "scaleless.safetensors")
+    with pytest.raises(InvalidInputError, match=r"the state dict has no weight_scale_inv, by which"):
+        load_checkpoint(FP8Linear(16, 16), path / "scaleless.safetensors")
+    (path / "scaleless.safetensors").unlink()
     (path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(InvalidInputError, match=r"has no model-00002-of-00002\.safetensors"):
         load_checkpoint(model, path)
