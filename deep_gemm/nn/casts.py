@@ -6,6 +6,7 @@ from typing import Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
@@ -54,12 +55,26 @@ def as_rows(x: Tensor, width: int) -> Tensor:
 def compact(x: Tensor) -> Tensor:
     """x (..., width), or a matrix of its rows, which are contiguous: what the products of `deep_gemm.ops.linear` take.
     They take any rank, since each view costs the host as much as a launch. Refuses tensors of transforms."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if torch.compiler.is_compiling():
+        is_inside = _is_traced_in_transform()
+    else:
+        is_inside = torch._C._functorch.is_functorch_wrapped_tensor(x) or (
+            forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+        )
+    if is_inside:
         raise InvalidInputError(
             "x is inside torch.func.vmap or another transform of torch.func, which layers do not take. Call the layer "
             "on plain tensors: they may have any rank, and backward() computes gradients."
         )
     return x if x.is_contiguous() else row_major(x.reshape(-1, x.shape[-1]))
+
+
+def _is_traced_in_transform() -> bool:
+    """Whether a trace is inside a transform, through which a traced layer would have gradients of zeros."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+_is_traced_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:

@@ -30,6 +30,7 @@ from nn_cases import (
 )
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import deep_gemm
@@ -336,6 +337,10 @@ def test_a_transform_is_refused_in_words(made: Callable[[], Any], grad: bool) ->
     module, x = made(), matrix(3, 16, IN)
     with torch.set_grad_enabled(grad), pytest.raises(InvalidInputError, match=r"torch.func.vmap.*may have any rank"):
         torch.func.vmap(module)(x)
+    with torch.set_grad_enabled(grad), pytest.raises(InvalidInputError, match=r"torch.func.vmap.*may have any rank"):
+        torch.compile(torch.func.grad(lambda x: module(x).float().sum()), backend="eager")(x)
+    with torch.set_grad_enabled(grad), forward_ad.dual_level(), pytest.raises(InvalidInputError, match="transform of"):
+        module(forward_ad.make_dual(x, x))
     assert module(x).shape[:2] == (3, 16)
 
 
