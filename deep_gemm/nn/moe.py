@@ -138,7 +138,7 @@ class MoE(nn.Module):
         routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
         for watch in self.watchers:
             watch(x, routing)
-        if self.gate_up.takes_gradient() and self.down.takes_gradient():
+        if self.gate_up.takes_gradient() or self.down.takes_gradient():
             return self._recorded(x, weights, routing)
         return self._plain(x, weights, routing)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, stored
@@ -92,7 +96,7 @@ class FP8Weights(Divisible):
         self.out_features, self.in_features = shape[-2:]
         self.mode, self.weight_gradient, self.recast = mode, weight_gradient, recast
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._cast: tuple[Any, tuple[Quantized, Quantized]] | None = None
+        self._cast: tuple[Any, Any, tuple[Quantized, Quantized]] | None = None
         if mode == "inference":
             self.set_stored(stored.empty(shape, device))
         else:
@@ -127,12 +131,19 @@ class FP8Weights(Divisible):
         it."""
         if self.is_divided or self.is_resharded or self._keeps():
             return self.plain()
-        return self.weight, self.weight_scale_inv if self.mode == "inference" else None
+        return (
+            (self.weight, self.weight_scale_inv) if self.mode == "inference" else (casts.row_major(self.weight), None)
+        )
 
     def recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it. A
         matrix whose casts are not kept has none: its product makes both."""
-        weight = self.own(self.weight)
+        if self.mode == "inference":
+            raise InvalidInputError(
+                "weight requires grad, but it is E4M3, which takes none. Call requires_grad_(False) on the layer, or "
+                "convert it to mode='training'."
+            )
+        weight = casts.row_major(self.own(self.weight))
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
         if self._keeps():
@@ -149,15 +160,19 @@ class FP8Weights(Divisible):
         return not (torch.compiler.is_compiling() or self.weight.is_inference())
 
     def _kept(self) -> tuple[Quantized, Quantized]:
-        weight = self.own(self.weight).detach()
-        key = self.weight._version, weight.data_ptr(), weight.dtype
-        if self._cast is None or self._cast[0] != key:
-            self._cast = key, casts.weights(weight)
-        return self._cast[1]
+        held = self.weight  # a fresh tensor each time, maybe with the memory of the last one, if it is parametrized
+        weight = self.own(held).detach()
+        key = held._version, weight.data_ptr(), weight.dtype
+        if self._cast is None or self._cast[0]() is not held or self._cast[1] != key:
+            _count_steps()
+            with torch.inference_mode(False):  # it may be saved for a backward pass later
+                self._cast = weakref.ref(held), key, casts.weights(casts.row_major(weight))
+        return self._cast[2]
 
     def main_grad(self) -> Tensor | None:
         """The tensor to which weight gradients are added; None if they become ``weight.grad``."""
-        return self.own(find_main_grad(self.weight)) if self.fuse_wgrad_accumulation else None
+        fused = self.fuse_wgrad_accumulation and self.weight.requires_grad
+        return self.own(find_main_grad(self.weight)) if fused else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Weights:
         """`to`, `cuda`, `bfloat16` and the like: E4M3 values and their scales move, and keep their dtypes."""
@@ -185,6 +200,19 @@ class FP8Weights(Divisible):
     def extra_repr(self) -> str:
         """What `repr` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, mode={self.mode!r}"
+
+
+@functools.cache
+def _count_steps() -> None:
+    """From now on have all optimizers count the versions of what they write: torch's fused ones do not."""
+
+    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for x in group["params"]:
+                if x.grad is not None and not x.is_inference():
+                    increment_version(x)
+
+    register_optimizer_step_post_hook(count)
 
 
 def find_main_grad(weight: Any) -> Tensor:

@@ -17,7 +17,7 @@ from ..spec import Blocks
 from .chain import Chain, Layout, Link, Links, Named, pair
 from .dense import Dense
 from .layouts import TMA_BYTES
-from .quantize import Quantize
+from .quantize import INPUTS, Quantize
 from .table import DTYPES, FP8
 
 RECIPES: dict[Blocks, tuple[int, int, int]] = {"column": (1, 1, 128), "tile": (1, 128, 128)}
@@ -98,6 +98,9 @@ class Forward(Chain):
         (tokens, width), (out, columns), blocks = given["x"].shape, given["weight"].shape, given["blocks"]
         if columns != width:
             raise InvalidInputError(f"weight must have {width} columns, as x does, but it is {(out, columns)}.")
+        if given["weight_scales"] is None and given["weight"].dtype not in INPUTS:
+            known = ", ".join(map(str, INPUTS))
+            raise InvalidInputError(f"weight must be one of {known}, but it is {given['weight'].dtype}.")
         keeps, is_cast, bias = given["saved"] is not None, given["weight_scales"] is None, given["bias"]
         scratch, links = Layout().add("rows", tokens, width, "row"), list[Link]()
         saved = saved_layout(tokens, width, out if is_cast else 0, blocks) if keeps else Layout()

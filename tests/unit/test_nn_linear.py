@@ -186,6 +186,37 @@ def test_a_kept_cast_is_renewed_when_the_weight_changes(monkeypatch: pytest.Monk
     assert copy.deepcopy(made)._cast is None
 
 
+@pytest.mark.parametrize("way", ["fused", "the same memory"])
+def test_a_kept_cast_is_renewed_though_no_version_counts(way: str) -> None:
+    made, x, dy = layer("kept casts"), matrix(48, IN), matrix(48, OUT)
+    memory, optimizer = made.weight.detach().numpy(), torch.optim.SGD(made.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        check(results(made, x, dy), exact(made, x, dy))
+        if way == "fused":
+            optimizer.step()
+        else:  # as a parametrization makes a weight for each pass, in the memory that the last one gave back
+            memory *= 2
+            made.weight = torch.nn.Parameter(torch.from_numpy(memory))
+
+
+def test_a_cast_of_inference_mode_serves_training() -> None:
+    made, x, dy = layer("kept casts"), matrix(48, IN), matrix(48, OUT)
+    with torch.inference_mode():
+        wanted = made(x)
+    assert torch.equal(results(made, x, dy)["y"], wanted)
+
+
+@pytest.mark.parametrize("name", ["1x128", "kept casts"])
+def test_a_weight_may_be_the_view_of_a_transpose(name: str) -> None:
+    made, x, dy = layer(name), matrix(48, IN), matrix(48, OUT)
+    wanted = results(made, x, dy)
+    made.weight = torch.nn.Parameter(made.weight.detach().t().contiguous().t())
+    found = results(made, x, dy)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    for module in (made.requires_grad_(False), FP8Linear.from_linear(made, mode="inference")):
+        assert torch.equal(module(x), wanted["y"])
+
+
 class Gathered(torch.nn.Parameter):
     """A weight as FSDP2 sets it: with a shard, in memory that is written without counting versions."""
 
@@ -294,6 +325,9 @@ def test_parameters_of_training_are_those_of_the_layer_before() -> None:
         (lambda: FP8Linear(64, 64)([1.0]), r"x must be a tensor \(..., 64\), but it is of type list."),
         (lambda: BF16Linear(64, 64)(torch.zeros(2, 64)), "x must be torch.bfloat16 or torch.float16, but it is torch."),
         (lambda: FP8Linear(64, 64)(torch.zeros(2, 64).double()), "x must be one of torch.bfloat16"),
+        (lambda: FP8Linear(64, 64, bias=False).double()(torch.zeros(2, 64)), "weight must be one of torch.bfloat16"),
+        (lambda: FP8Linear(64, 64, mode="inference").requires_grad_()(torch.zeros(2, 64)), "weight requires grad, but"),
+        (lambda: FP8Linear(64, 64).load_state_dict({"weight": torch.zeros(64, 64).to(E4M3)}), "no weight_scale_inv"),
     ],
 )
 def test_what_is_wrong_is_said(wrong: Callable[[], Any], message: str) -> None:

@@ -93,6 +93,24 @@ def test_without_gradients_and_stored_results_are_the_same() -> None:
         stored(x.requires_grad_())
 
 
+@pytest.mark.parametrize("part", ["gate_up", "down"])
+def test_one_of_the_layers_may_be_frozen(part: str) -> None:
+    layer, x, dy = mixture(), matrix(37, IN), matrix(37, IN)
+    wanted = experts_results(layer, x, dy)
+    frozen = mixture(fuse_wgrad_accumulation=True)
+    frozen.load_state_dict(layer.state_dict())
+    frozen.get_submodule(part).requires_grad_(False)
+    for weight in (frozen.gate_up.weight, frozen.down.weight):
+        if weight.requires_grad:
+            weight.main_grad = torch.zeros_like(weight)
+    x = x.requires_grad_()
+    frozen(x).backward(dy)
+    assert x.grad is not None
+    assert torch.equal(x.grad, wanted["dx"])
+    other = "down" if part == "gate_up" else "gate_up"
+    torch.testing.assert_close(frozen.get_submodule(other).weight.main_grad, wanted[f"d {other}"])
+
+
 def test_repeats_have_the_same_bits_and_gradients_are_added_to_main_grad() -> None:
     layer, x, dy = mixture(), matrix(37, IN), matrix(37, IN)
     once, again = experts_results(layer, x, dy), experts_results(layer, x, dy)
