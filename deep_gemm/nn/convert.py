@@ -61,7 +61,7 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")
     FP8Linear(16, 16, device="meta", **options)  # refuses wrong options before a layer is replaced
-    owners = _owners(model)
+    owners = owners_of(model)
     converted: list[str] = []
     kept: dict[str, str] = {}
     made: dict[nn.Module, nn.Module] = {}
@@ -87,7 +87,7 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.
                 yield f"{prefix}.{own}".strip("."), parent, own, layer
 
 
-def _owners(model: nn.Module) -> Owners:
+def owners_of(model: nn.Module) -> Owners:
     """The modules that hold each parameter, and their names, by its id."""
     found: Owners = collections.defaultdict(list)
     for name, module in model.named_modules():

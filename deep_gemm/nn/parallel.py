@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import parallel as styles
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.nn.convert import Report
+from deep_gemm.nn.convert import Report, owners_of
 from deep_gemm.nn.exchange import Exchange
 from deep_gemm.nn.gathered import Sharded, why_not_sharded
 from deep_gemm.nn.linear import FP8Linear, Linear
@@ -127,10 +127,11 @@ def gather_in_fp8(model: nn.Module, ranks: int) -> Report:
         raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")
     if not isinstance(ranks, int) or ranks < 1:
         raise InvalidInputError(f"ranks must be an integer of at least 1, but it is {shown(ranks)}.")
-    converted, kept = [], {}
+    converted, kept, owners = [], {}, owners_of(model)
     for name, layer in model.named_modules():
         if isinstance(layer, FP8Weights):
-            if why := _why_not_gathered(layer, ranks):
+            others = [other for other, module in owners[id(layer.weight)] if module is not layer]
+            if why := f"it shares its weight with {others[0]}" if others else _why_not_gathered(layer, ranks):
                 kept[name] = why
                 continue
             weight: Any = nn.Parameter(Sharded(layer.weight.detach()), layer.weight.requires_grad)

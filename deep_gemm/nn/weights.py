@@ -171,8 +171,14 @@ class FP8Weights(Divisible):
 
     def main_grad(self) -> Tensor | None:
         """The tensor to which weight gradients are added; None if they become ``weight.grad``."""
-        fused = self.fuse_wgrad_accumulation and self.weight.requires_grad
-        return self.own(find_main_grad(self.weight)) if fused else None
+        if not self.fuse_wgrad_accumulation or not self.weight.requires_grad:
+            return None
+        if self.is_resharded:
+            raise InvalidInputError(
+                "fuse_wgrad_accumulation must be False for a weight that FSDP2 shards, because it reduces weight.grad "
+                "among ranks, but it is True."
+            )
+        return self.own(find_main_grad(self.weight))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Weights:
         """`to`, `cuda`, `bfloat16` and the like: E4M3 values and their scales move, and keep their dtypes."""

@@ -239,6 +239,10 @@ def test_no_cast_is_kept_of_a_weight_that_is_gathered(frozen: bool) -> None:
     with torch.autograd._unsafe_preserve_version_counter(made.weight), torch.no_grad():
         made.weight.mul_(2)
     assert torch.equal(forward(), 2 * first)
+    made.fuse_wgrad_accumulation, made.weight.main_grad = True, torch.zeros(OUT, IN)  # type: ignore[assignment]
+    made.weight.requires_grad_()
+    with pytest.raises(InvalidInputError, match="must be False for a weight that FSDP2 shards"):
+        made(x)
 
 
 def test_each_forward_casts_the_weight_anew_unless_told_otherwise() -> None:

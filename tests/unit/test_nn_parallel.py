@@ -14,6 +14,9 @@ import pytest
 import spawned
 import torch
 
+from deep_gemm.nn import FP8Linear
+from deep_gemm.nn.parallel import gather_in_fp8
+
 pytestmark = pytest.mark.limit(100)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS = "of a shard must be a multiple of 128, the size of a block of scales, but it is"
@@ -55,6 +58,15 @@ def test_fsdp_trains_as_one_process_does(way: str, weights: Any) -> None:
         assert seen["casts kept"] == 0, "backward would find whole weights of all layers in memory"
         assert all(error < (1e-5 if weights == torch.float32 else 0.01) for error in errors.values()), errors
         assert errors["y 0"] == errors["x 0"] == 0
+
+
+def test_tied_weights_stay_tied_and_are_gathered_as_they_are() -> None:
+    model = torch.nn.ModuleDict({name: FP8Linear(256, 256, bias=False) for name in ("one", "two", "alone")})
+    model["two"].weight = model["one"].weight
+    report = gather_in_fp8(model, 2)
+    assert report.converted == ("alone",)
+    assert report.kept == {"one": "it shares its weight with two", "two": "it shares its weight with one"}
+    assert model["two"].weight is model["one"].weight
 
 
 @pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens"])
