@@ -262,7 +262,7 @@ def check_shapes(
         )
     for name, x in (("a", a), ("b", b), ("d", d)):
         total = x.numel() // max(1, x.shape[-1])
-        if max(total, groups * k, *x.shape) > MAX_SIZE:
+        if any(size > MAX_SIZE for size in (total, groups * k, *x.shape)):  # as checks.check_sizes
             raise UnsupportedError(
                 f"{name} is {shape_of(x)}: more than {MAX_SIZE} rows in all, or a dimension above that, is not "
                 "supported. Split the call."
