@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deep_gemm.aot.checkpoint import OTHER_LAYERS
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
-from deep_gemm.nn.linear import FP8Linear
+from deep_gemm.nn.linear import FP8Linear, why_not_options
 from deep_gemm.nn.weights import why_not
 from deep_gemm.tensors import kind_of
 
@@ -60,7 +60,7 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
     """
     if not isinstance(model, nn.Module):
         raise InvalidInputError(f"model must be a torch.nn.Module, but it is {kind_of(model)}.")
-    FP8Linear(16, 16, device="meta", **options)  # refuses wrong options before a layer is replaced
+    FP8Linear(16, 16, **{**options, "device": "meta"})  # refuses wrong options before a layer is replaced
     owners = owners_of(model)
     converted: list[str] = []
     kept: dict[str, str] = {}
@@ -127,10 +127,9 @@ def _why_kept(
         return (
             f"its weight is a {type(layer.weight).__name__}: convert the model before its weights are sharded or packed"
         )
-    if isinstance(layer, FP8Linear):
-        return ""
-    dtype = layer.weight.dtype if mode == "inference" else options.get("dtype", layer.weight.dtype)
-    return why_not(layer.in_features, layer.out_features, dtype)
+    if (wrong := why_not_options(layer, options)) or isinstance(layer, FP8Linear):
+        return wrong
+    return why_not(layer.in_features, layer.out_features, layer.weight.dtype)
 
 
 def listed(names: Iterable[str]) -> str:

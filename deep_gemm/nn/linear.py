@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,17 @@ class Linear(Divisible):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
+def why_not_options(linear: Any, options: Mapping[str, Any]) -> str:
+    """Why a layer in the place of ``linear``, whose parameters stay where and what they are, cannot have options, as a
+    sentence without its end; "" if it can. Values of FP8 become weights of any dtype."""
+    if "device" in options:
+        return "device must not be given, because parameters stay where they are: move the layer"
+    own = linear.weight.dtype
+    if own != stored.E4M3 and (dtype := options.get("dtype") or own) != own:
+        return f"dtype must be that of the weight, which stays as it is, {own}, but it is {dtype}: cast the layer"
+    return ""
+
+
 class FP8Linear(Linear, FP8Weights):
     """A linear layer, ``y = x @ weight^T + bias``, whose products are FP8: `torch.nn.Linear` in its place.
 
@@ -111,19 +123,21 @@ class FP8Linear(Linear, FP8Weights):
     @classmethod
     def from_linear(cls, linear: nn.Module, **options: Any) -> FP8Linear:
         """A layer with the weight and bias of ``linear``: a `torch.nn.Linear`, or an `FP8Linear`, whose mode may be the
-        other one. ``options`` are keywords of `FP8Linear`. In training mode the parameters are the same objects: an
-        optimizer that has them goes on.
+        other one. ``options`` are keywords of `FP8Linear`, without ``device``. In training mode the parameters are the
+        same objects: an optimizer that has them goes on. ``dtype`` says what weights become that were FP8.
 
         >>> deep_gemm.nn.FP8Linear.from_linear(torch.nn.Linear(256, 512), mode="inference").weight.dtype
         torch.float8_e4m3fn
         """
         if not isinstance(linear, (nn.Linear, FP8Linear)):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
+        if wrong := why_not_options(linear, options):
+            raise InvalidInputError(f"{wrong}.")
         weight: Any = linear.weight
         scales = linear.weight_scale_inv if isinstance(linear, FP8Linear) and linear.mode == "inference" else None
-        dtype = torch.bfloat16 if scales is not None else weight.dtype
+        dtype = weight.dtype if scales is None else options.get("dtype") or torch.bfloat16
         sizes = linear.in_features, linear.out_features
-        layer = cls(*sizes, False, **{"dtype": dtype, **options, "device": "meta"})
+        layer = cls(*sizes, False, **{**options, "dtype": dtype, "device": "meta"})
         if layer.mode == "inference":
             layer.set_stored(stored.cast(weight) if scales is None else (weight, scales))
         else:
@@ -194,6 +208,8 @@ class BF16Linear(Linear):
         """
         if not isinstance(linear, nn.Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
+        if wrong := why_not_options(linear, options):
+            raise InvalidInputError(f"{wrong}.")
         layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})
         weight: Any = linear.weight
         layer.weight, layer.bias = weight, linear.bias

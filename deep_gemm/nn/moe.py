@@ -85,7 +85,7 @@ class MoE(nn.Module):
         experts: the number of experts.
         top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
         mode, weight_gradient, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the weight of the router
-            is float32.
+            is float32. Where ``.bfloat16()`` or FSDP2 casts it, scores are products of that dtype.
 
     ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
     How many tokens an expert gets stays on the device: the layer never waits for the GPU.
@@ -113,7 +113,8 @@ class MoE(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the numbers of the experts of tokens x (tokens, width): (tokens, top_k) float32 and int64."""
         with torch.autocast(x.device.type, enabled=False):
-            weights, chosen = self.router(x.float()).softmax(1).topk(self.top_k)
+            scores = self.router(x.to(self.router.weight.dtype)).float()
+            weights, chosen = scores.softmax(1).topk(self.top_k)
         return weights, chosen
 
     def forward(self, x: Tensor) -> Tensor:

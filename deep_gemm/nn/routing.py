@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.spec import SCALE_BLOCK, align
 
@@ -42,6 +43,10 @@ class Routing:
                 [128, 257],
                 [258,   1]])
         """
+        if chosen.dim() != 2 or chosen.dtype != torch.int64:
+            raise InvalidInputError(
+                f"chosen must be torch.int64 (tokens, top_k), but it is {chosen.dtype} {tuple(chosen.shape)}."
+            )
         device, (tokens, top_k) = chosen.device, chosen.shape
         # A group begins with a new block of scales too, because rows are the K of weight gradients.
         alignment = math.lcm(get_mk_alignment_for_contiguous_layout(), SCALE_BLOCK)

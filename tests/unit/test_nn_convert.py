@@ -164,6 +164,18 @@ def test_layers_that_cannot_be_taken_stay(layer: Any, why: str) -> None:
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("option", [{"dtype": BF16}, {"device": "cuda"}], ids=str)
+def test_options_that_parameters_would_ignore_keep_a_layer(option: Any, mode: Any) -> None:
+    (name,) = option
+    assert convert(nn.Sequential(nn.Linear(64, 64)), mode=mode, **option).kept["0"].startswith(f"{name} must ")
+    for make, options in ((FP8Linear, {"mode": mode, **option}), (BF16Linear, option)):
+        with pytest.raises(InvalidInputError, match=f"{name} must "):
+            make.from_linear(nn.Linear(64, 64), **options)
+    stored = FP8Linear.from_linear(nn.Linear(64, 64), mode="inference")
+    assert FP8Linear.from_linear(stored, dtype=torch.float16).weight.dtype == torch.float16
+
+
 def test_a_model_that_is_a_layer_stays() -> None:
     assert "use FP8Linear.from_linear" in str(convert(nn.Linear(64, 64)))
     with pytest.raises(InvalidInputError, match=r"model must be a torch\.nn\.Module"):

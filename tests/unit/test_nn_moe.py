@@ -93,6 +93,17 @@ def test_without_gradients_and_stored_results_are_the_same() -> None:
         stored(x.requires_grad_())
 
 
+@pytest.mark.parametrize("mode", ["training", "inference"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_mixture_may_be_cast(dtype: torch.dtype, mode: Any) -> None:
+    layer, x = mixture(mode=mode), matrix(37, IN)
+    layer.load_state_dict(mixture().state_dict())
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.randint(-4, 5, layer.router.weight.shape))  # scores are apart, and exact
+    wanted = layer(x).detach()
+    assert relative(layer.to(dtype)(x), wanted) < 0.05, "a token that goes elsewhere costs 0.1"
+
+
 @pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_one_of_the_layers_may_be_frozen(part: str) -> None:
     layer, x, dy = mixture(), matrix(37, IN), matrix(37, IN)
@@ -249,6 +260,11 @@ def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, 
     [
         (lambda: MoE(64, 32, 4, 5), "top_k must be from 1 to 4, the number of experts, but it is 5."),
         (lambda: MoE(64, 20, 4, 1), "out_features must be a multiple of 16, but it is 40."),
+        (
+            lambda: Routing.from_choices(torch.tensor([0, 1]), 4),
+            r"chosen must be torch.int64 \(tokens, top_k\), but it",
+        ),
+        (lambda: Routing.from_choices(torch.zeros(2, 1), 4), r"but it is torch.float32 \(2, 1\)."),
         (
             lambda: mixture()(torch.zeros(2, IN)),
             r"x must be a torch.bfloat16 tensor \(..., 144\), but it is a torch.fl",
