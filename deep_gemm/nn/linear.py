@@ -88,9 +88,10 @@ class FP8Linear(Linear, FP8Weights):
         weight_gradient: "1x128", or "mixed": x has scales of 128 x 128 in the weight gradient, which is faster, and
             less exact for a channel that is 2^13 or more below another of its 128: `deep_gemm.nn.check_spread` tells.
             The attribute may be set at any time.
-        recast: "always", or "when changed": the cast of the last forward pass is kept until an operation of torch
-            writes to ``weight``, which saves casts while gradients of several batches are added. It takes two bytes a
-            weight, and does not see what is written through ``weight.data``. Compiled layers always cast.
+        recast: "always", or "when changed": the cast of the last forward pass is kept until an operation or an
+            optimizer of torch writes to ``weight``, which saves casts while gradients of several batches are added. It
+            takes two bytes a weight, and does not see what is written through ``weight.data``. Compiled layers always
+            cast.
         fuse_wgrad_accumulation: the weight gradient is added to ``weight.main_grad`` (float32, of the weight's shape)
             by the kernel. ``weight.grad`` stays None. Zero ``main_grad`` in place: it is the tensor of the forward pass
             that is added to.
