@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deep_gemm.attention import (
         fp8_fp4_mqa_logits,
         fp8_fp4_paged_mqa_logits,
+        fp8_gemm_nt_skip_head_mid,
         fp8_mqa_logits,
         fp8_paged_mqa_logits,
         get_paged_mqa_logits_metadata,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         fp8_fp4_gemm_tt,
         fp8_gemm_nn,
         fp8_gemm_nt,
-        fp8_gemm_nt_skip_head_mid,
         fp8_gemm_tn,
         fp8_gemm_tt,
         fp16_gemm_nn,
@@ -228,6 +228,7 @@ _LATE = {
     "deep_gemm.attention": (
         "fp8_fp4_mqa_logits",
         "fp8_fp4_paged_mqa_logits",
+        "fp8_gemm_nt_skip_head_mid",
         "fp8_mqa_logits",
         "fp8_paged_mqa_logits",
         "get_paged_mqa_logits_metadata",
@@ -255,7 +256,6 @@ _LATE = {
         "fp8_fp4_gemm_tt",
         "fp8_gemm_nn",
         "fp8_gemm_nt",
-        "fp8_gemm_nt_skip_head_mid",
         "fp8_gemm_tn",
         "fp8_gemm_tt",
     ),

@@ -1,4 +1,5 @@
-"""Indexer logits of DeepSeek's sparse attention: which keys does a query attend?
+"""Of DeepSeek's attention: a product into heads (`fp8_gemm_nt_skip_head_mid`), and the indexer's logits, which the rest
+of this text is about. Which keys does a query attend?
 
 ``logits[i, j] = k_scale[j] * sum over heads h of relu(q[i, h] . k[j]) * weights[i, h]``
 
@@ -6,7 +7,7 @@ Queries and keys are E4M3. Queries have no scales: their caller multiplies weigh
 32, 64 or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32. A
 logit has the same bits whatever queries and keys are beside it.
 
-Results are allocated here. Their rows begin at multiples of 1024 bytes, so a result is a view of a wider tensor. All
+Logits are allocated here. Their rows begin at multiples of 1024 bytes, so that they are a view of a wider tensor. All
 runs on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an
 earlier call; ranges, lengths and pages may differ when the graph is replayed. On a GPU, only DG_CHECK=1 checks them.
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.ops import checks, logits, paged_logits
+from deep_gemm.ops import checks, logits, paged_logits, skip_head_mid
 
 MOST_CTAS = 1 << 16
 """Of a schedule: many times those of any GPU."""
@@ -271,3 +272,32 @@ def _without_scales(q: Any) -> Any:
     if q[1] is not None:
         raise UnsupportedError("q must have no scales: FP4 queries need a GPU after Hopper. Pass E4M3 and None.")
     return q[0]
+
+
+def fp8_gemm_nt_skip_head_mid(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    head_splits: tuple[int, int, int],
+    recipe: tuple[int, int, int] | None = None,
+    compiled_dims: str | None = None,
+    disable_ue8m0_cast: bool = False,
+) -> None:
+    """`fp8_gemm_nt` into heads that have columns more in the middle, which stay as they are.
+
+    Args:
+        a, b: as for `fp8_gemm_nt`, with scales of 1 x 128 and 128 x 128. N is a multiple of left + right.
+        d: (M, N + N / (left + right) * mid) bfloat16, row-major, with any row stride. Of each left + mid + right
+            columns the first ``left`` and the last ``right`` are written, with the product's left + right.
+        head_splits: (left, mid, right), such as (128, 64, 128). Where left and right are multiples of 64, and rows and
+            mid of 16 bytes, TMA stores d; otherwise each element is stored alone, which is slower.
+        recipe: None or (1, 128, 128).
+        compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
+
+    Raises:
+        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
+
+    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
+    >>> deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, torch.empty(8, 48).bfloat16(), head_splits=(8, 8, 8))
+    """
+    skip_head_mid.fp8(a, b, d, head_splits, recipe, compiled_dims, disable_ue8m0_cast)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .ops import dense, skip_head_mid
+from .ops import dense
 from .ops.epilogue import Epilogue
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "fp8_fp4_gemm_tt",
     "fp8_gemm_nn",
     "fp8_gemm_nt",
-    "fp8_gemm_nt_skip_head_mid",
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp16_gemm_nn",
@@ -86,35 +85,6 @@ def fp8_gemm_nt(
     256.0
     """
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "nt")
-
-
-def fp8_gemm_nt_skip_head_mid(
-    a: tuple[Tensor, Tensor],
-    b: tuple[Tensor, Tensor],
-    d: Tensor,
-    head_splits: tuple[int, int, int],
-    recipe: tuple[int, int, int] | None = None,
-    compiled_dims: str | None = None,
-    disable_ue8m0_cast: bool = False,
-) -> None:
-    """`fp8_gemm_nt` into heads that have columns more in the middle, which stay as they are.
-
-    Args:
-        a, b: as for `fp8_gemm_nt`, with scales of 1 x 128 and 128 x 128. N is a multiple of left + right.
-        d: (M, N + N / (left + right) * mid) bfloat16, row-major, with any row stride. Of each left + mid + right
-            columns the first ``left`` and the last ``right`` are written, with the product's left + right.
-        head_splits: (left, mid, right), such as (128, 64, 128). Where left and right are multiples of 64, and rows and
-            mid of 16 bytes, TMA stores d; otherwise each element is stored alone, which is slower.
-        recipe: None or (1, 128, 128).
-        compiled_dims, disable_ue8m0_cast: as for `fp8_gemm_nt`.
-
-    Raises:
-        InvalidInputError, UnsupportedError, NotWarmError, CompileError, DriverError: as `fp8_gemm_nt`.
-
-    >>> a, b = deep_gemm.quantize.rows(torch.ones(8, 256)), deep_gemm.quantize.blocks(torch.ones(32, 256))
-    >>> deep_gemm.fp8_gemm_nt_skip_head_mid(a, b, torch.empty(8, 48).bfloat16(), head_splits=(8, 8, 8))
-    """
-    skip_head_mid.fp8(a, b, d, head_splits, recipe, compiled_dims, disable_ue8m0_cast)
 
 
 def fp8_gemm_nn(

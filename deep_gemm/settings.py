@@ -7,21 +7,28 @@ is cheap enough for everything but the warm path, and the warm path reads no set
 from __future__ import annotations
 
 import difflib
-import functools
 import os
-import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from deep_gemm.errors import SettingError
+from deep_gemm.setting_values import (
+    FALLBACKS,
+    TUNE,
+    parse_bool,
+    parse_count,
+    parse_fallback,
+    parse_monitor,
+    parse_path,
+    parse_paths,
+    parse_size,
+    parse_tune,
+)
 
 T = TypeVar("T")
-
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off"})
 
 
 class SettingInfo(NamedTuple):
@@ -90,120 +97,16 @@ class Setting(Generic[T]):
             raise SettingError(f"{where} must be {self.expected}, but it is {value!r}.") from error
 
 
-def _parse_bool(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    text = str(value).strip().lower()
-    if text not in _TRUE | _FALSE:
-        raise ValueError
-    return text in _TRUE
-
-
-def _parse_path(value: object) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, str | os.PathLike):
-        raise TypeError
-    text = os.fspath(value)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise ValueError
-    # The meaning of "~" can change. Other paths are cached, which also saves hashing and formatting them again.
-    return _home_path(text) if text.startswith("~") else _plain_path(text)
-
-
-_plain_path = functools.lru_cache(maxsize=64)(Path)
-
-
-def _home_path(text: str) -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:  # "~" where there is no home directory
-        raise ValueError from error
-
-
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(I?))?B?")
-
-
-def _parse_size(value: object) -> int | None:
-    """Bytes. K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024; a B may follow."""
-    if value is None:
-        return None
-    match = _SIZE.fullmatch(str(value).strip().upper())
-    if match is None:
-        raise ValueError
-    number, prefix, binary = match.groups()
-    whole, _, part = number.partition(".")
-    size = int(whole + part) * (1024 if binary else 1000) ** (" KMGT".index(prefix) if prefix else 0) // 10 ** len(part)
-    if size == 0:
-        raise ValueError
-    return size
-
-
-def _parse_paths(value: object) -> tuple[Path, ...]:
-    if isinstance(value, str):
-        return _home_paths(value) if "~" in value else _plain_paths(value)
-    return _each_path(value if isinstance(value, list | tuple) else [value])
-
-
-def _home_paths(text: str) -> tuple[Path, ...]:
-    return _each_path(text.split(os.pathsep))
-
-
-_plain_paths = functools.lru_cache(maxsize=64)(_home_paths)
-
-
-def _each_path(parts: Iterable[object]) -> tuple[Path, ...]:
-    paths = [_parse_path(part) for part in parts if part != ""]
-    return tuple(path for path in paths if path is not None)
-
-
-FALLBACKS = ("cublaslt", "triton", "torch")
-
-
-def _parse_fallback(value: object) -> tuple[str, ...]:
-    parts = value if isinstance(value, list | tuple) else str(value).split(",")
-    ways = tuple(str(part).strip().lower() for part in parts)
-    if ways in (("",), ("error",)):
-        return ()
-    if any(way not in FALLBACKS for way in ways):
-        raise ValueError
-    return ways
-
-
-def _parse_monitor(value: object) -> Path | None:
-    path = None if str(value).strip().lower() == "off" else _parse_path(value)
-    if path is not None and path.suffix not in (".json", ".prom"):
-        raise ValueError
-    return path
-
-
-TUNE = ("off", "read", "on")
-
-
-def _parse_tune(value: object) -> str:
-    text = str(value).strip().lower()
-    if text not in TUNE:
-        raise ValueError
-    return text
-
-
-def _parse_count(value: object) -> int:
-    number = int(str(value))
-    if number < 1:
-        raise ValueError
-    return number
-
-
 def _flag(variable: str, doc: str, default: bool = False) -> Setting[bool]:
-    return Setting(variable, "bool", _parse_bool, default, "1/true/yes/on or 0/false/no/off", doc)
+    return Setting(variable, "bool", parse_bool, default, "1/true/yes/on or 0/false/no/off", doc)
 
 
 def _path(variables: str, doc: str, expected: str = "a path") -> Setting[Path | None]:
-    return Setting(variables, "path", _parse_path, None, expected, doc)
+    return Setting(variables, "path", parse_path, None, expected, doc)
 
 
 def _paths(variable: str, doc: str) -> Setting[tuple[Path, ...]]:
-    return Setting(variable, "paths", _parse_paths, (), f"paths, separated by {os.pathsep!r}", doc)
+    return Setting(variable, "paths", parse_paths, (), f"paths, separated by {os.pathsep!r}", doc)
 
 
 class Settings:
@@ -223,7 +126,7 @@ class Settings:
     cache_limit: Setting[int | None] = Setting(
         "DG_JIT_CACHE_LIMIT",
         "size",
-        _parse_size,
+        parse_size,
         None,
         'a size above zero such as "2GiB", "500M" or a number of bytes (unset it for no limit)',
         "The largest size of the cache, such as 2GiB or 500M. The least recently used kernels are removed. No limit "
@@ -269,7 +172,7 @@ class Settings:
     fallback: Setting[tuple[str, ...]] = Setting(
         "DG_FALLBACK",
         "names",
-        _parse_fallback,
+        parse_fallback,
         (),
         f'"error", or of {", ".join(FALLBACKS)} one or several with commas between them',
         "What computes a call for which this GPU has no kernel: cublaslt, triton or torch (the slow reference), or "
@@ -278,19 +181,19 @@ class Settings:
     monitor: Setting[Path | None] = Setting(
         "DG_MONITOR",
         "path",
-        _parse_monitor,
+        parse_monitor,
         None,
         '"off", or a path that ends in .json, .prom or .trace.json',
         "A file that is written at exit with counts and times of all calls: a report (.json), Prometheus' text (.prom) "
         "or a chrome trace (.trace.json). %p in it becomes the process's id.",
     )
     monitor_every: Setting[int] = Setting(
-        "DG_MONITOR_EVERY", "number", _parse_count, 16, "a positive integer", "DG_MONITOR times one of so many calls."
+        "DG_MONITOR_EVERY", "number", parse_count, 16, "a positive integer", "DG_MONITOR times one of so many calls."
     )
     tune: Setting[str] = Setting(
         "DG_TUNE",
         "word",
-        _parse_tune,
+        parse_tune,
         "off",
         f"one of {', '.join(TUNE)}",
         "off: configs are chosen by the model alone. read: by times that were measured on this GPU model, if the cache "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,17 @@ from deep_gemm.log import reset_warnings
 
 WORKER = Path(__file__).parent / "jit_worker.py"
 Start = Callable[..., "subprocess.Popen[str]"]
+_messages: dict[int, Path] = {}
+"""What workers write to stderr, by process id."""
+
+
+@pytest.fixture
+def reachable_path() -> Iterator[Path]:
+    """A directory whose files other users reach. Each process of pytest that begins closes those of all others to them,
+    so that `tmp_path` is none."""
+    with tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True) as path:
+        Path(path).chmod(0o711)
+        yield Path(path)
 
 
 @pytest.fixture
@@ -31,11 +43,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         job = {"root": str(tmp_path / "root"), "journal": str(tmp_path / "journal"), **job}
         command = [*prefix, sys.executable, str(WORKER), json.dumps(job)]
         # Its messages go to a file, which cannot fill up as a pipe can.
-        with (tmp_path / f"stderr-{len(running)}").open("w") as errors:
+        messages = tmp_path / f"stderr-{len(running)}"
+        with messages.open("w") as errors:
             worker = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         running.append(worker)
+        _messages[worker.pid] = messages
         assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n", (tmp_path / f"stderr-{len(running) - 1}").read_text()
+        assert worker.stdout.readline() == "ready\n", messages.read_text()
         return worker
 
     yield begin
@@ -48,7 +62,7 @@ def result(worker: subprocess.Popen[str]) -> dict[str, Any]:
     # Not communicate(), which would miss what readline() has read ahead. A worker that hangs kills itself.
     assert worker.stdout is not None
     output = worker.stdout.read()
-    assert worker.wait() == 0
+    assert worker.wait() == 0, _messages[worker.pid].read_text()
     answer: dict[str, Any] = json.loads(output.splitlines()[-1])
     return answer
 

@@ -4,13 +4,12 @@ loop over operands would take two microseconds longer."""
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from deep_gemm.runtime import operators
+from deep_gemm.runtime.generated import function
 from deep_gemm.runtime.operation import Operation, Parameter
 from deep_gemm.settings import Settings
 
@@ -117,19 +116,6 @@ def _body(operation: Operation, calls: str) -> list[str]:
         *(f"    key = key if isinstance({own[name]}, (tuple, list)) else None" for name in pairs),
         f"    {calls}.first(key, rest, ({arguments},), ({operands},))",
     ]
-
-
-_made = itertools.count()
-
-
-def function(source: str, name: str, what: str, namespace: dict[str, Any] | None = None) -> Callable[..., Any]:
-    """The function ``name`` of ``source``. Tracebacks and debuggers show its lines, in a file named after ``what``."""
-    file = f"<deep_gemm {what} {next(_made)}>"  # numbered: kernels that are declared again have the same name
-    linecache.cache[file] = len(source), None, source.splitlines(True), file  # None: no file on disk to compare with
-    found: dict[str, Any] = {} if namespace is None else namespace
-    exec(compile(source, file, "exec"), found)
-    made: Callable[..., Any] = found[name]
-    return made
 
 
 @functools.cache

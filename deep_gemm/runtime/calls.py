@@ -20,8 +20,9 @@ from deep_gemm import options
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.runtime import engine, monitor, operators, weight_promises
-from deep_gemm.runtime.call_code import Places, entry_source, function, runner
+from deep_gemm.runtime.call_code import Places, entry_source, runner
 from deep_gemm.runtime.call_code import fits as _fits
+from deep_gemm.runtime.generated import function
 from deep_gemm.runtime.monitor import Call
 from deep_gemm.runtime.operation import SCRATCH, Operands, Operation, Parameter, Step, Work
 from deep_gemm.settings import environment, settings

@@ -17,7 +17,8 @@ MAX_LINES = 400
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.records", "deep_gemm.settings", "deep_gemm.templates"),
+    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.records", "deep_gemm.setting_values"),
+    ("deep_gemm.settings", "deep_gemm.templates"),
     ("deep_gemm.advice",),
     ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer", "deep_gemm.tensors"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec"),
@@ -26,7 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.select",),
     ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
     ("deep_gemm.runtime.engine",),
-    ("deep_gemm.runtime.operation", "deep_gemm.runtime.sharding"),
+    ("deep_gemm.runtime.generated", "deep_gemm.runtime.operation", "deep_gemm.runtime.sharding"),
     ("deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
     (
         "deep_gemm.runtime.call_code",
@@ -159,6 +160,7 @@ CORE = (
     *(
         "deep_gemm.runtime.call_code",
         "deep_gemm.runtime.fallback",
+        "deep_gemm.runtime.generated",
         "deep_gemm.runtime.monitor",
         "deep_gemm.runtime.operation",
         "deep_gemm.runtime.operators",

@@ -127,7 +127,7 @@ def of_kernels(name: str) -> bool:
     return not (CALLS[name].by_torch or name.startswith("testing.") or name in ("tensor_map", "CustomKernel", "kernel"))
 
 
-@pytest.mark.parametrize("name", filter(of_kernels, CALLS))
+@pytest.mark.parametrize("name", [*filter(of_kernels, CALLS)])
 def test_a_transform_of_torch_is_refused_in_words(name: str) -> None:
     made = CALLS[name]
     for operand, x in made.tensors().items():
