@@ -44,8 +44,10 @@ class Linear(Divisible):
         """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
         autocast."""
         width = self.in_features // self.shards[1]
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != width:
-            came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() == 0 or x.shape[-1] != width:
+            came = f"it is {kind_of(x)}"
+            if isinstance(x, Tensor):
+                came = "it is a nested tensor" if x.is_nested else f"its shape is {tuple(x.shape)}"
             raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
         # As `casts.result_dtype`: a call of a function, and a device object, cost a microsecond.
         kind = "cuda" if x.is_cuda else x.device.type

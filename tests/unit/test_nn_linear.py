@@ -233,6 +233,10 @@ def test_parameters_of_training_are_those_of_the_layer_before() -> None:
     assert FP8Linear(IN, OUT, dtype=BF16).weight.std() > 0.01
 
 
+def nested(width: int) -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2, width), torch.zeros(3, width)], layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -245,6 +249,7 @@ def test_parameters_of_training_are_those_of_the_layer_before() -> None:
         (lambda: FP8Linear.from_linear(torch.nn.ReLU()), "linear must be a torch.nn.Linear or an FP8Linear, but it is"),
         (lambda: FP8Linear(64, 64)(torch.zeros(2, 32)), r"x must be a tensor \(..., 64\), but its shape is \(2, 32\)."),
         (lambda: FP8Linear(64, 64)([1.0]), r"x must be a tensor \(..., 64\), but it is of type list."),
+        (lambda: FP8Linear(64, 64)(nested(64)), "but it is a nested tensor."),
         (lambda: BF16Linear(64, 64)(torch.zeros(2, 64)), "x must be torch.bfloat16 or torch.float16, but it is torch."),
         (lambda: FP8Linear(64, 64)(torch.zeros(2, 64).double()), "x must be one of torch.bfloat16"),
         (lambda: FP8Linear(64, 64, bias=False).double()(torch.zeros(2, 64)), "weight must be one of torch.bfloat16"),
