@@ -143,7 +143,9 @@ class FP8Weights(Divisible):
                 "weight requires grad, but it is E4M3, which takes none. Call requires_grad_(False) on the layer, or "
                 "convert it to mode='training'."
             )
-        weight = casts.row_major(self.own(self.weight))
+        weight = self.own(self.weight)
+        if weight.stride(-1) != 1:
+            weight = weight.contiguous()
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
         if self._keeps():
