@@ -50,8 +50,8 @@ def plain(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([dequantise(*each, BLOCK).to(dtype) for each in zip(values, scales, strict=True)])
 
 
-def adapt(state: dict[str, Any], prefix: str, mode: str) -> None:
-    """Make the weight in a state dict that of a module's mode: of E4M3 with scales, or of 16 or 32 bits."""
+def adapt(state: dict[str, Any], prefix: str, mode: str, dtype: torch.dtype) -> None:
+    """Make the weight in a state dict that of a module's mode: of E4M3 with scales, or of 16 or 32 bits, ``dtype``."""
     name, scale_name = f"{prefix}weight", f"{prefix}weight_scale_inv"
     weight, scale = state[name], state.get(scale_name)
     if isinstance(scale, Tensor):
@@ -59,7 +59,7 @@ def adapt(state: dict[str, Any], prefix: str, mode: str) -> None:
     if mode == "inference" and weight.dtype != E4M3:
         state[name], state[scale_name] = cast(weight)
     elif mode == "training" and weight.dtype == E4M3 and isinstance(scale, Tensor):
-        state[name] = plain(weight, state.pop(scale_name), torch.float32)
+        state[name] = plain(weight, state.pop(scale_name), dtype)
     elif mode == "training" and weight.dtype == E4M3:
         raise InvalidInputError(
             f"{name} is E4M3, and the state dict has no {scale_name}, by which its values are multiplied. Load both "

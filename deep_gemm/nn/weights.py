@@ -202,7 +202,8 @@ class FP8Weights(Divisible):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         if tuple(getattr(state_dict.get(f"{prefix}weight"), "shape", ())) == tuple(self.weight.shape):
-            stored.adapt(state_dict, prefix, self.mode)  # otherwise torch says what is missing, or of another shape
+            # Otherwise torch says what is missing, or of another shape.
+            stored.adapt(state_dict, prefix, self.mode, self.weight.dtype)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:

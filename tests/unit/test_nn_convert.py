@@ -228,6 +228,7 @@ def test_a_checkpoint_is_loaded_as_it_is(checkpoint: tuple[Path, Model], mode: s
     assert model.lm_head.weight is model.embed_tokens.weight
     wanted = source(IDS)
     assert torch.equal(model(IDS), wanted), "values of FP8 are cast to themselves"
+    assert model.get_submodule("layers.0.up_proj").weight.dtype == (E4M3 if mode == "inference" else BF16)
     if mode == "inference":
         found, state = model.state_dict(), source.state_dict()
         assert all(torch.equal(found[name].view(torch.uint8), state[name].view(torch.uint8)) for name in state)
