@@ -69,7 +69,7 @@ class Linear(Divisible):
 def why_not_options(linear: Any, options: Mapping[str, Any]) -> str:
     """Why a layer in the place of ``linear``, whose parameters stay where and what they are, cannot have options, as a
     sentence without its end; "" if it can. Values of FP8 become weights of any dtype."""
-    if "device" in options:
+    if options.get("device") is not None:
         return "device must not be given, because parameters stay where they are: move the layer"
     own = linear.weight.dtype
     if own != stored.E4M3 and (dtype := options.get("dtype") or own) != own:

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deep_gemm.errors import InvalidInputError
@@ -131,9 +130,9 @@ class FP8Weights(Divisible):
         it."""
         if self.is_divided or self.is_resharded or self._keeps():
             return self.plain()
-        return (
-            (self.weight, self.weight_scale_inv) if self.mode == "inference" else (casts.row_major(self.weight), None)
-        )
+        if self.mode == "inference":
+            return self.weight, self.weight_scale_inv
+        return casts.row_major(self.weight), None
 
     def recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it. A
@@ -144,7 +143,7 @@ class FP8Weights(Divisible):
                 "convert it to mode='training'."
             )
         weight = self.own(self.weight)
-        if weight.stride(-1) != 1:
+        if weight.stride(-1) != 1:  # as `casts.row_major`: a call costs the host as much as this
             weight = weight.contiguous()
         if self.is_resharded:
             return weight, *stored.cast(weight), None, None
@@ -164,9 +163,8 @@ class FP8Weights(Divisible):
     def _kept(self) -> tuple[Quantized, Quantized]:
         held = self.weight  # a fresh tensor each time, maybe with the memory of the last one, if it is parametrized
         weight = self.own(held).detach()
-        key = held._version, weight.data_ptr(), weight.dtype
+        key = held._version, _steps(), weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0]() is not held or self._cast[1] != key:
-            _count_steps()
             with torch.inference_mode(False):  # it may be saved for a backward pass later
                 self._cast = weakref.ref(held), key, casts.weights(casts.row_major(weight))
         return self._cast[2]
@@ -211,17 +209,20 @@ class FP8Weights(Divisible):
         return f"in_features={self.in_features}, out_features={self.out_features}, mode={self.mode!r}"
 
 
+def _steps() -> int:
+    """The steps of torch's optimizers since the first call of this. Fused ones write without counting versions."""
+    return _counter()[0]
+
+
 @functools.cache
-def _count_steps() -> None:
-    """From now on have all optimizers count the versions of what they write: torch's fused ones do not."""
+def _counter() -> list[int]:
+    count = [0]
 
-    def count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for x in group["params"]:
-                if x.grad is not None and not x.is_inference():
-                    increment_version(x)
+    def stepped(*_: Any) -> None:
+        count[0] += 1
 
-    register_optimizer_step_post_hook(count)
+    register_optimizer_step_post_hook(stepped)
+    return count
 
 
 def find_main_grad(weight: Any) -> Tensor:
