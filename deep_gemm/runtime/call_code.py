@@ -32,9 +32,10 @@ def entry_source(variants: Sequence[Operation]) -> str:
         ]
     if variants[0].has_operator:
         refused = [_own(parameter) for parameter in variants[0].arguments if parameter.use == "refused"]
-        name = operators.name_of(variants)
+        # What torch dispatches is recorded, which a launch of ours is not.
+        name, traced = operators.name_of(variants), "(is_traced() or (modes() and is_recording()))"
         lines += [
-            f"    if {' and '.join(['is_traced()', *(f'{each} is None' for each in refused)])}:",
+            f"    if {' and '.join([traced, *(f'{each} is None' for each in refused)])}:",
             f"        register({name!r})",
             f"        traced.{name}({operators.call_text(variants, _own)})",
             "        return",

@@ -270,6 +270,8 @@ def entry(*variants: Operation) -> Callable[..., None]:
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,
         "is_traced": torch.compiler.is_dynamo_compiling,
+        "modes": torch._C._len_torch_dispatch_stack,
+        "is_recording": operators.is_recording,
         "register": operators.register,
         "traced": getattr(torch.ops, operators.NAMESPACE),
         "current_device": _current_device,

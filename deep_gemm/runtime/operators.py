@@ -118,6 +118,11 @@ def is_recorded(arguments: Sequence[Any]) -> bool:
     return is_sharded(tensors) or (torch.compiler.is_compiling() and is_fake(tensors))
 
 
+def is_recording() -> bool:
+    """Whether `torch.fx.experimental.proxy_tensor.make_fx` makes a graph of what this thread calls."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     """Call the operator of ``variants`` with the arguments of their entry."""
     name = name_of(variants)

@@ -14,6 +14,7 @@ import torch
 from operator_cases import arguments
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import deep_gemm
 from deep_gemm import InvalidInputError, fused, quantize
@@ -317,6 +318,22 @@ def test_schemas_follow_from_the_parameters(name: str) -> None:
     parsed = torch._C.parse_schema(f"deep_gemm_jit::{name}{operators.schema(variants)}")
     assert any(argument.alias_info is not None and argument.alias_info.is_write for argument in parsed.arguments)
     assert len(operators._arguments(variants[0], [0] * len(parsed.arguments))) == len(variants[0].arguments)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx_records_a_call_as_its_operator(mode: str) -> None:
+    """Of CUDA tensors it would see no launch, and of fake ones it saw nothing: the graph read what nobody wrote."""
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        d = torch.empty(a.shape[0], b.shape[0], dtype=a.dtype)
+        deep_gemm.bf16_gemm_nt(a, b, d)
+        return d + 1
+
+    a, other, b = (torch.randn(m, 64).bfloat16() for m in (16, 16, 32))
+    product(a, b)
+    graph = make_fx(product, tracing_mode=mode)(a, b)
+    assert torch.ops.deep_gemm_jit.bf16_gemm.default in [node.target for node in graph.graph.nodes]
+    assert torch.equal(graph(other, b), product(other, b))
 
 
 def test_nothing_is_registered_before_it_is_needed() -> None:
