@@ -336,6 +336,14 @@ def test_make_fx_records_a_call_as_its_operator(mode: str) -> None:
     assert torch.equal(graph(other, b), product(other, b))
 
 
+def test_a_list_of_torch_reaches_the_entry_as_a_tuple() -> None:
+    """Keys of remembered calls hold it: with a list, no call would ever be a warm one."""
+    seen: list[Any] = []
+    real = operators._real(operators._entries["fp8_gemm"][0], lambda *arguments: seen.extend(arguments))
+    real("a", "sfa", "b", "sfb", "d", None, [1, 128, 128])
+    assert seen[:5] == [("a", "sfa"), ("b", "sfb"), "d", None, (1, 128, 128)]
+
+
 def test_nothing_is_registered_before_it_is_needed() -> None:
     code = (
         "import sys, torch, deep_gemm; from deep_gemm.runtime import operators; deep_gemm.bf16_gemm_nt; "
