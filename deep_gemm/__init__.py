@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from typing import TYPE_CHECKING, Any
 
 from deep_gemm.errors import (
@@ -346,6 +347,16 @@ def _check_unpacked() -> None:
 
 
 _check_unpacked()
+
+
+def _find_checkout(beside: str) -> None:
+    """In a checkout, ``jit`` and ``templates`` are not in this package's directory but beside it. Python started there
+    imports this package from the checkout, even if another is installed."""
+    if not os.path.isdir(os.path.join(beside, "jit")):
+        __path__.append(os.path.dirname(beside))
+
+
+_find_checkout(os.path.dirname(os.path.abspath(__file__)))
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import pytest
 
 import deep_gemm
 from deep_gemm.settings import child_environment
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # The names that callers written for this interface import on Hopper, as far as this version has them.
 NAMES = [
@@ -151,6 +155,23 @@ os.environ = environ
 assert os.listdir({str(tmp_path)!r}) == []
 """
     child(code, HOME=str(tmp_path))
+
+
+@pytest.mark.parametrize("way", ["example", "doctor"])
+def test_python_started_in_a_checkout_needs_no_editable_install(way: str, tmp_path: Path) -> None:
+    """-S, and packages by PYTHONPATH: no .pth file is read, so that no editable install helps."""
+    for name in ("deep_gemm", "jit", "templates"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    example = (ROOT / "README.md").read_text().split("<!-- example:begin -->\n```python\n")[1].split("```")[0]
+    (tmp_path / "example.py").write_text(f"{example}print(deep_gemm.__file__, deep_gemm.jit.__file__)\n")
+    command = {"example": ["example.py"], "doctor": ["-m", "deep_gemm", "doctor", "--json"]}[way]
+    packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
+    env = child_environment("HOME", "CUDA_HOME", "CUDA_PATH") | {"PYTHONPATH": packages}
+    done = subprocess.run([sys.executable, "-S", *command], cwd=tmp_path, env=env, capture_output=True, text=True)
+    if way == "example":
+        assert done.stdout.split() == [str(tmp_path / name / "__init__.py") for name in ("deep_gemm", "jit")], done
+    else:
+        assert json.loads(done.stdout)["package"]["path"] == str(tmp_path / "deep_gemm"), done
 
 
 def test_a_zip_file_is_refused_with_a_sentence(tmp_path: Path) -> None:
