@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.cast_reference import cast_blocks
+from deep_gemm.ops.reference import silu
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
@@ -157,7 +158,7 @@ class Quantize(Operation):
             source = gathered_rows(source, x.tensors["rows"])
         if x.spec.gated:
             left, right = source.float().chunk(2, dim=1)
-            source = torch.nn.functional.silu(left) * right
+            source = silu(left) * right
         epsilon = struct.unpack("<f", struct.pack("<I", x.spec.epsilon))[0]
         with torch.inference_mode():
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):

@@ -6,7 +6,7 @@ It serves tensors on the CPU, GPUs without kernels (`DG_FALLBACK=torch`), and te
 from __future__ import annotations
 
 import contextlib
-import functools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -30,10 +30,30 @@ BLOCKS: Scalings = ("1x128", "128x128")
 Block: TypeAlias = tuple[slice, slice, Tensor]
 """Rows, columns, and their part of a product."""
 
+
+def silu(x: Tensor) -> Tensor:
+    """``x * sigmoid(x)``. As all activations here, it is a formula in float64, rounded to the dtype of x: torch's own
+    functions depend on the CPU. Its `gelu` of infinity is NaN on some, and infinity on others."""
+    wide = x.double()
+    return (wide * torch.sigmoid(wide)).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """torch's with ``approximate="tanh"``. It is written as a sigmoid, since 1 + tanh cancels."""
+    wide = x.double()
+    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3))).to(x.dtype)
+
+
+def gelu_erf(x: Tensor) -> Tensor:
+    """``x * (1 + erf(x / sqrt(2))) / 2``. It is written with erfc, since 1 + erf cancels."""
+    wide = x.double()
+    return (0.5 * wide * torch.special.erfc(wide * -math.sqrt(0.5))).to(x.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": torch.nn.functional.silu,
-    "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
-    "gelu_erf": torch.nn.functional.gelu,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_erf": gelu_erf,
     "relu": torch.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
@@ -81,7 +101,7 @@ class Finish:
             gate, up = (x[:, ::2], x[:, 1::2]) if self.interleaved else x.chunk(2, dim=1)
             if self.clamp is not None:
                 gate, up = gate.clamp(max=self.clamp), up.clamp(-self.clamp, self.clamp)
-            x = torch.nn.functional.silu(gate) * up
+            x = silu(gate) * up
             return x if each is None else x * each
         x = ACTIVATIONS[self.activation](x) if self.activation else x
         x = x if self.own is None else self.own(x, where)

@@ -13,6 +13,7 @@ from torch import Tensor
 from deep_gemm.kernels.rows import FUNCTIONS
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.quantize import scales_shape
+from deep_gemm.ops.reference import gelu, gelu_erf, silu
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
 
 from ..errors import InvalidInputError
@@ -231,15 +232,13 @@ def _is_same(x: Tensor, y: Tensor) -> bool:
 
 def _add_gelu(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
     total = x["x"] + x["y"]
-    if spec.form == "tanh":
-        return total * torch.sigmoid(math.sqrt(8 / math.pi) * (total + 0.044715 * total**3))
-    return 0.5 * total * torch.special.erfc(total * -math.sqrt(0.5))
+    return gelu(total) if spec.form == "tanh" else gelu_erf(total)
 
 
 def _silu_and_mul(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
     both = x["x"]
     gate, up = (both[:, ::2], both[:, 1::2]) if spec.form == "interleaved" else both.chunk(2, dim=1)
-    found = torch.nn.functional.silu(gate.clamp(max=spec.number)) * up.clamp(-spec.number, spec.number)
+    found = silu(gate.clamp(max=spec.number)) * up.clamp(-spec.number, spec.number)
     return found * x["factors"][:, None] if "factors" in x else found
 
 
