@@ -1,12 +1,14 @@
 """The one Jinja environment: a template's name and its fields in, CUDA C++ out.
 
 The delimiters are C++ comments, `/*{ name }*/`, `/*% if ... %*/` and `/*# note #*/`: C++ braces such as `{{0}}`
-survive, and an editor still highlights a template as C++.
+survive, and an editor still highlights a template as C++. The environment is Jinja's sandbox: a template, which may be
+somebody else's, reaches no Python but the methods of its fields. Text that is no template only has names filled in.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,41 +37,66 @@ def render(template: str, fields: Mapping[str, str | int | bool], directory: Pat
     Booleans become `true` and `false`. Raises InvalidInputError for a template that does not exist, a field that it
     uses and `fields` lacks, or a field of another type, since a guess would be a wrong kernel.
     """
-    return _render(template, None, fields, directory)
-
-
-def render_text(text: str, fields: Mapping[str, str | int | bool], name: str, directory: Path | None = None) -> str:
-    """The same of a template that is `text`, called `name` in messages; what it includes is found in `directory`."""
-    return _render(name, text, fields, directory)
-
-
-def _render(
-    template: str, text: str | None, fields: Mapping[str, str | int | bool], directory: Path | None = None
-) -> str:
     import jinja2
 
-    environment = _environment(directory or template_dir())
     try:
-        found = environment.get_template(template) if text is None else environment.from_string(text)
-        return found.render(fields)
+        return _environment(directory or template_dir()).get_template(template).render(fields)
     except jinja2.TemplateNotFound as error:
         raise _no_template(template, directory, error) from error
     except jinja2.TemplateSyntaxError as error:
         raise _no_jinja(template, error) from error
     except jinja2.UndefinedError as error:
-        missing = ", ".join(sorted(variables(template, directory, text) - fields.keys())) or "an attribute"
-        raise InvalidInputError(
-            f"Template {template!r} uses {missing}, which its fields lack: {error.message}."
-        ) from error
+        missing = ", ".join(sorted(variables(template, directory) - fields.keys())) or "an attribute"
+        raise _lacking(template, missing) from error
+    except InvalidInputError:
+        raise
+    except Exception as error:  # of the sandbox, and of the template's own arithmetic
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidInputError(f"Template {template!r} cannot be rendered ({what}). Compute it in Python.") from error
+
+
+def filled(text: str, fields: Mapping[str, str | int | bool], name: str) -> str:
+    """``text``, called ``name`` in messages, with a field in the place of each ``/*{ field }*/``, and nothing else of
+    Jinja: text of a user is never run. Raises as `render`, also for what a template would run."""
+    names_in(text, name)
+    return _MARKED.sub(lambda found: str(_to_cpp(_field(found[1].strip(), fields, name))), text)
+
+
+def names_in(text: str, name: str) -> frozenset[str]:
+    """The fields that `filled` needs."""
+    found = set()
+    for place in _MARKED.finditer(text):
+        field = (place[1] or "").strip()
+        if not field.isidentifier():
+            line = text.count("\n", 0, place.start()) + 1
+            raise InvalidInputError(
+                f"{name}:{line} has {place[0][:80]!r}, but text may only have /*{{ NAME }}*/, the name of a field. "
+                "Give a file with template= for more of Jinja, or write the comment in another way."
+            )
+        found.add(field)
+    return frozenset(found)
+
+
+_MARKED = re.compile(r"/\*(?:\{((?:(?!\*/).)*)\}|%(?:(?!\*/).)*%)\*/", re.DOTALL)
+"""Comments that a template would print or run."""
+
+
+def _field(field: str, fields: Mapping[str, str | int | bool], name: str) -> str | int | bool:
+    if field not in fields:
+        raise _lacking(name, field)
+    return fields[field]
+
+
+def _lacking(template: str, missing: str) -> InvalidInputError:
+    return InvalidInputError(f"Template {template!r} uses {missing}, which its fields lack.")
 
 
 def _no_jinja(template: str, error: jinja2.TemplateSyntaxError) -> InvalidInputError:
     return InvalidInputError(f"Template {error.name or template}:{error.lineno} is not valid Jinja: {error.message}")
 
 
-def variables(template: str, directory: Path | None = None, text: str | None = None) -> frozenset[str]:
-    """The names that `template`, and whatever it includes, expects from outside. `text` is the template itself, where
-    it is in no file."""
+def variables(template: str, directory: Path | None = None) -> frozenset[str]:
+    """The names that `template`, and whatever it includes, expects from outside."""
     import jinja2
     from jinja2 import meta
 
@@ -84,8 +111,7 @@ def variables(template: str, directory: Path | None = None, text: str | None = N
             continue
         seen.add(current)
         try:
-            source = text if current == template and text is not None else None
-            source = environment.loader.get_source(environment, current)[0] if source is None else source
+            source = environment.loader.get_source(environment, current)[0]
         except jinja2.TemplateNotFound as error:
             raise _no_template(current, directory, error) from error
         try:
@@ -100,8 +126,9 @@ def variables(template: str, directory: Path | None = None, text: str | None = N
 @functools.lru_cache(maxsize=8)
 def _environment(directory: Path) -> jinja2.Environment:
     import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return jinja2.Environment(
+    return ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(directory),
         undefined=jinja2.StrictUndefined,
         finalize=_to_cpp,

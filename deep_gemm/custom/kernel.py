@@ -145,10 +145,10 @@ def kernel(
             or a tensor map ("const TensorMap<bf16> x"). A parameter has the name of an argument of the function, or the
             tensor's name follows its type. The function returns all other values (`LaunchConfig`). The kernel writes
             tensors that are not "const".
-        body: the statements of the kernel. source: a whole file instead; template: the path of one. All three are Jinja
-            templates with delimiters that are C++ comments: fields are ``/*{ name }*/``, ``/*{ signature }*/``,
-            ``/*{ num_threads }*/`` and the constants of `LaunchConfig`. Device headers of this package may be included;
-            ``custom.cuh`` has the types. NVRTC has no header of CUDA or of C++.
+        body: the statements of the kernel. source: a whole file instead; template: the path of one. Fields in it are
+            replaced by their values: ``/*{ name }*/``, ``/*{ signature }*/``, ``/*{ num_threads }*/`` and the constants
+            of `LaunchConfig`. A template may use all of Jinja, in its sandbox: ``/*% if causal %*/``. Device headers of
+            this package may be included; ``custom.cuh`` has the types. NVRTC has no header of CUDA or of C++.
         name: of the kernel, in profilers; the function's unless given.
         strided: tensors that need not be contiguous, because the kernel takes their strides as parameters.
         needs: the least compute capability, such as (9, 0).

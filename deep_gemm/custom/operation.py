@@ -20,8 +20,9 @@ from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
 from ..jit.driver.launch import LaunchShape
 from ..jit.driver.module import Function, load_function
-from ..jit.generator import render, render_text, variables
+from ..jit.generator import filled, names_in, render, variables
 from ..kernels.base import LaunchPlan, Strides
+from ..kernels.names import SURE_MISTAKES
 from ..ops import checks
 from ..params import Config, KernelParams
 from .launch import LaunchConfig, checked_shape, checked_values
@@ -35,7 +36,7 @@ _GIVEN = ("name", "signature", "num_threads")
 
 @record(frozen=True)
 class Source:
-    """The source of a kernel: text, or a template, which may include other templates of its directory."""
+    """The source of a kernel: text with fields, or a template, which may include other templates of its directory."""
 
     name: str
     text: str | None
@@ -43,14 +44,15 @@ class Source:
 
     def render(self, fields: Mapping[str, str | int | bool]) -> str:
         """The rendered source. Raises InvalidInputError if a field is missing or unused."""
-        unused = fields.keys() - variables(self.name, self.directory, self.text) - set(_GIVEN)
+        used = variables(self.name, self.directory) if self.text is None else names_in(self.text, self.name)
+        unused = fields.keys() - used - set(_GIVEN)
         if unused:
             raise InvalidInputError(
                 f"constants of {fields['name']} has {', '.join(sorted(unused))}, which its source does not use."
             )
         if self.text is not None:
-            return render_text(self.text, fields, self.name, self.directory)
-        return render(self.name, fields, self.directory)
+            return f"{SURE_MISTAKES}\n{filled(self.text, fields, self.name)}"
+        return f"{SURE_MISTAKES}\n{render(self.name, fields, self.directory)}"
 
 
 @record(frozen=True)

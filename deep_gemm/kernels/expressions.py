@@ -8,6 +8,7 @@ import textwrap
 from ..errors import InvalidInputError
 from ..records import record
 from .base import Argument
+from .names import SURE_MISTAKES
 
 MAX_VECTORS = 4
 """Vectors that an expression can have: each takes registers of consumers."""
@@ -19,9 +20,12 @@ MARK = "custom:"
 _STRUCT = """struct Custom {{
   enum : u32 {{ kRows = {rows}, kColumns = {columns} }};  // vectors
   enum : bool {{ kNeedsRow = {needs_row}, kNeedsColumn = {needs_column} }};
+#pragma nv_diagnostic push
+{mistakes}
   static DG_DEVICE float {name}({parameters}) {{
 {body}
   }}
+#pragma nv_diagnostic pop
   static DG_DEVICE float apply(float x, u32 row, u32 column, const float* rows, const float* columns) {{
     return {name}({values});
   }}
@@ -79,6 +83,7 @@ class Expression:
         values = [f"rows[{index}]" for index in range(len(self.rows))]
         values += [f"columns[{index}]" for index in range(len(self.columns))]
         return _STRUCT.format(
+            mistakes=SURE_MISTAKES,
             name=f"of_{self.name}",
             rows=len(self.rows),
             columns=len(self.columns),

@@ -1,4 +1,4 @@
-"""Names that users may give to kernels, parameters and values in device code."""
+"""Device code of users: the names that it may have, and the warnings that are errors in it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,27 @@ f64 f32 f16 bf16 e4m3 i64 i32 i8 u8 u16 u32 u64 TensorMap
 """
 _TAKEN = frozenset(_WORDS.split())
 """Keywords of C++ and CUDA, and our types."""
+
+_NUMBERS = (
+    39,  # division by zero
+    61,  # integer operation result is out of range
+    62,  # shift count is negative
+    63,  # shift count is too large
+    117,  # non-void function should return a value
+    170,  # pointer points outside of underlying object
+    175,  # subscript out of range
+    179,  # right operand of % is zero
+    549,  # variable is used before its value is set
+    836,  # returning reference to local variable
+    940,  # missing return statement at end of non-void function
+    1056,  # returning pointer to local variable
+    1057,  # returning reference to local temporary
+)
+"""Numbers that NVCC and NVRTC share, of warnings of undefined behaviour only: an optimiser removes what leads there, so
+that the result is wrong."""
+
+SURE_MISTAKES = f"#pragma nv_diag_error {', '.join(map(str, _NUMBERS))}"
+"""The line that makes errors of them from there on."""
 
 
 def is_name(name: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,45 @@ def test_a_mistake_in_the_source_is_shown_with_its_line(kind: str, tmp_path: Pat
         built(kind, tmp_path, kernel, torch.zeros(4))
     assert 'identifier "nothing" is undefined' in caught.value.log
     assert caught.value.source_path is not None
-    line = Path(caught.value.source_path).read_text().splitlines()[6 - 1]
+    line = Path(caught.value.source_path).read_text().splitlines()[7 - 1]
     assert line == "  out[1] = nothing;"
-    assert "kernel.cu(6)" in caught.value.log
+    assert "kernel.cu(7)" in caught.value.log
+
+
+UNDEFINED = {
+    "float a; out[0] = a;": "is used before its value is set",
+    "out[0] = 5 / 0;": "division by zero",
+    "out[0] = float(threadIdx.x % 0);": 'right operand of "%" is zero',
+    "int b = 2147483647 + 1; out[0] = b;": "integer operation result is out of range",
+    "out[0] = 1 << -1;": "shift count is negative",
+    "out[0] = 1 << 35;": "shift count is too large",
+    "int c[4] = {}; out[0] = *(c + 6);": "pointer points outside of underlying object",
+    "int d[4] = {}; out[0] = d[5];": "subscript out of range",
+    "auto e = [](float x) -> float { if (x > 0) return x; }; out[0] = e(1);": "missing return statement",
+    "auto f = [](float x) -> float { if (x > 0) return x; return; }; out[0] = f(1);": "should return a value",
+    "auto g = [](float x) -> float* { float y = x; return &y; }; out[0] = *g(1);": "returning pointer to local",
+    "auto h = [](float x) -> float& { float y = x; return y; }; out[0] = h(1);": "returning reference to local",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["body", "source", "template"])
+def test_a_sure_mistake_is_an_error_on_its_line(way: str, kind: str, tmp_path: Path) -> None:
+    """The compilers only warn, and leave the statement out or compute something else."""
+    text = "\n".join(UNDEFINED)
+    whole = f'extern "C" __global__ void k(float* out) {{\n{text}\n}}'
+    (tmp_path / "k.cu").write_text(whole)
+    given: dict[str, Any] = {way: {"body": text, "source": whole, "template": tmp_path / "k.cu"}[way]}
+    kernel = deep_gemm.kernel({"out": "f32*"}, name="k", **given)(lambda out: LaunchConfig(1, 32))
+    with pytest.raises(CompileError) as caught:
+        built(kind, tmp_path, kernel, torch.zeros(4))
+    lines = Path(caught.value.source_path or "").read_text().splitlines()
+    for statement, says in UNDEFINED.items():
+        place = next(at for at, line in enumerate(lines, 1) if line.strip() == statement)
+        assert re.search(rf"kernel\.cu\({place}\): error: .*{re.escape(says)}", caught.value.log), (
+            says,
+            caught.value.log,
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -131,6 +168,24 @@ def test_a_mistake_in_an_expression_is_shown_with_its_line(kind: str, tmp_path: 
         assert f'identifier "{name}" is undefined' in str(caught.value)
         place = next(at for at, each in enumerate(lines, 1) if each.strip() == line)
         assert f"kernel.cu({place})" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("if (x > 0.0f) return x;", "missing return statement at end of non-void function"),
+        ("float y; return y;", 'variable "y" is used before its value is set'),
+    ],
+)
+def test_an_expression_without_a_value_does_not_compile(body: str, says: str, kind: str, tmp_path: Path) -> None:
+    """It would compile to whatever the optimiser likes: negative values were kept."""
+    text = str(Parts(expression=Expression("own", body)))
+    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    with pytest.raises(CompileError) as caught:
+        Builder(tmp_path, open_compiler(kind)).build(request)
+    place = 1 + request.source[: request.source.index(body)].count("\n")
+    assert re.search(rf"kernel\.cu\(({place}|{place + 1})\): error: {says}", caught.value.log), caught.value.log
 
 
 FAMILIES = [family for family in GEMMS if family.has_epilogues and family.groupings == ("none",)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,11 +146,14 @@ def test_what_tma_cannot_address_is_refused(x: torch.Tensor, box: Any, says: str
         tensor_map(x, box)
 
 
-@pytest.mark.parametrize("text", ["/*{{1}}*/ out[0] = 1;", "/*% if %*/", "/*{ x }*/ /*{ }*/"])
-def test_a_body_that_is_no_jinja_is_refused(text: str) -> None:
-    kernel = deep_gemm.kernel(PARAMETERS, body=text)(scale_add)
-    with pytest.raises(InvalidInputError, match=r"Template scale_add:[0-9]+ is not valid Jinja"):
+@pytest.mark.parametrize("way", ["body", "source", "template"])
+def test_a_comment_of_a_pasted_kernel_runs_no_python(way: str, tmp_path: Path) -> None:
+    payload = f"// /*{{ cycler.__init__.__globals__.os.system('touch {tmp_path}/made') }}*/"
+    (tmp_path / "k.cu").write_text(payload)
+    kernel = deep_gemm.kernel(PARAMETERS, **{way: tmp_path / "k.cu" if way == "template" else payload})(scale_add)
+    with pytest.raises(InvalidInputError, match=r"text may only have|cannot be rendered \(SecurityError"):
         kernel.source(*vectors(), 2.0)
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_reference_makes_no_gradients() -> None:

@@ -14,9 +14,11 @@ from test_epilogues import BF16, FP16, K, M, N, function, given, operands, rando
 
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError
+from deep_gemm.arch import SM90
 from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.kernels.expressions import VECTORS, Expression
-from deep_gemm.kernels.families import HALF_GROUPED
+from deep_gemm.kernels.families import HALF_GEMM, HALF_GROUPED
+from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Operand
 
 __all__ = ["gpu"]
@@ -171,3 +173,10 @@ def test_torch_records_a_call_with_an_expression(way: str) -> None:
         assert torch.equal(torch.compile(Own(), backend="eager", fullgraph=True)(a, b), wanted)
     else:
         assert torch.equal(torch.export.export(Own(), (a, b), strict=False).module()(a, b), wanted)
+
+
+def test_a_comment_of_an_expression_is_text() -> None:
+    comment = "/*{ cycler.__init__.__globals__ }*/ /*% if x %*/ {{ 7 * 7 }}"
+    text = str(Parts(expression=Expression("own", f"return x; // {comment}")))
+    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    assert f"    return x; // {comment}\n" in request.source

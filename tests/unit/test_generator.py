@@ -8,7 +8,7 @@ import pytest
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit import include_dir, render, template_dir, variables
-from deep_gemm.jit.generator import render_text
+from deep_gemm.jit.generator import filled, names_in
 
 TEMPLATE = """\
 /*# a note for the reader of the template #*/
@@ -87,12 +87,61 @@ def test_the_packages_own_directories_exist() -> None:
         assert variables(path.name), path.name
 
 
-def test_a_template_may_be_text(folder: Path) -> None:
-    (folder / "part.jinja").write_text("int part = /*{ rows }*/;\n")
-    text = '/*% include "part.jinja" %*/\nvoid /*{ name }*/();'
-    assert render_text(text, {"name": "k", "rows": 3}, "k", folder) == "int part = 3;\nvoid k();"
-    assert variables("k", folder, text) == {"name", "rows"}
+PAYLOADS = [
+    "cycler.__init__.__globals__.os.system('touch {0}')",
+    "self.__init__.__globals__.__builtins__.open('{0}', 'w')",
+    "''.__class__.__mro__[1].__subclasses__()",
+    "name|attr('format')",
+    "'%s'.__mod__(name)",
+    "7 * 7",
+    "name.upper()",
+    "range(1 << 40)|list|length",
+    "name[0]",
+    "{{1}}",
+    "",
+]
+
+
+FORMS = ("// /*{{ {} }}*/", "a; /*% if {} %*/ b; /*% endif %*/", "/*% set x = {} %*/", "/*{{{}\n}}*/")
+
+
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_text_of_a_user_is_never_run(payload: str, tmp_path: Path) -> None:
+    for form in FORMS:
+        text = "first\n" + form.format(payload.replace("{0}", str(tmp_path / "made")))
+        with pytest.raises(InvalidInputError, match=r"k:2 has .*, but text may only have /\*\{ NAME \}\*/"):
+            filled(text, {"name": "k"}, "k")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int a[] = {{0}, {1}}; // {{ name }} {% if name %} {# name #}",
+        "# for x in name\n## name\n% name",
+        "/*# name #*/ /* { name } */ /*{ a */ name }*/ /*% b */ c %*/",
+        "  a;\n\n",
+    ],
+)
+def test_other_text_stays_as_it_is(text: str) -> None:
+    assert filled(text, {"name": "k"}, "k") == text
+    assert names_in(text, "k") == set()
+
+
+def test_fields_of_text_are_filled_in_once() -> None:
+    fields = {"name": "/*{ flag }*/", "flag": True, "rows": 3}
+    assert filled("/*{name}*/ /*{ flag }*/\n/*{ rows }*/", fields, "k") == "/*{ flag }*/ true\n3"
+    assert names_in("/*{ name }*/ /*{rows}*/", "k") == {"name", "rows"}
     with pytest.raises(InvalidInputError, match="Template 'k' uses rows, which its fields lack"):
-        render_text(text, {"name": "k"}, "k", folder)
-    with pytest.raises(InvalidInputError, match="Template k:2 is not valid Jinja"):
-        render_text("a\n/*% if %*/", {}, "k", folder)
+        filled("/*{ rows }*/", {"name": "k"}, "k")
+    with pytest.raises(InvalidInputError, match="can print str, int and bool"):
+        filled("/*{ rows }*/", {"rows": 1.5}, "k")  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("payload", [*PAYLOADS[:3], "range(2 ** 40)|list", "1 // 0", "name + 1", "cycler.x()"])
+def test_a_template_reaches_no_python(payload: str, tmp_path: Path) -> None:
+    text = "/*{ " + payload.replace("{0}", str(tmp_path / "made")) + " }*/"
+    (tmp_path / "k.cu.jinja").write_text(text)
+    with pytest.raises(InvalidInputError, match=r"Template 'k\.cu\.jinja' (cannot be rendered|uses)|can print"):
+        render("k.cu.jinja", {"name": "k"}, tmp_path)
+    assert not (tmp_path / "made").exists()
