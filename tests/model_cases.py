@@ -70,6 +70,7 @@ QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, 
 BERT = {"model_type": "bert", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
 # fmt: on
 
+Config = dict[str, Any]
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
@@ -119,6 +120,20 @@ JOINED = "qkv_proj 6144x2048 o_proj 2048x4096 mlp.gate_up_proj 12288x2048 mlp.do
 
 def of_experts(plan: LayerPlan) -> list[Layer]:
     return [layer for layer in plan.layers if layer.name.startswith("experts.")]
+
+
+def quantised(config: Config, **quantization: Any) -> Config:
+    return config | {"quantization_config": quantization or BLOCKS}
+
+
+def groups(*weights: Config, **more: Any) -> Config:
+    """quantization_config of compressed-tensors."""
+    return {"quant_method": "compressed-tensors", "config_groups": dict(zip("ab", weights, strict=False))} | more
+
+
+CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "input_activations": {"num_bits": 8}}
+IN_BLOCKS = {"weights": CHANNEL["weights"] | {"strategy": "block", "block_structure": [128, 128]}}
+PB_WO = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}
 
 
 def served(plan: LayerPlan) -> dict[str, tuple[int, ...]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deep_gemm.aot import experts, headers, inputs, model, scales, stacks
+from deep_gemm.aot import experts, headers, model, scales, stacks
 from deep_gemm.aot.headers import WIDE, Stored
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import (
@@ -31,9 +31,10 @@ from deep_gemm.errors import InvalidInputError
 
 MAX_EXPERTS = 1 << 16
 
+TABLES = re.compile(r"(^|\.)(embed(_tokens)?|embeddings?|\w*_embeddings?|wte|wpe)$")
 OTHER_LAYERS = re.compile(
-    r"(^|\.)((lm_)?head|embed(_tokens)?|embeddings?|\w*_embeddings?|wte|wpe|\w*norm\w*|conv1d|gate|"
-    r"shared_expert_gate|weights_proj|compressor\.(wkv|wgate))$"
+    TABLES.pattern
+    + r"|(^|\.)((lm_)?head|\w*norm\w*|conv1d|gate|shared_expert_gate|weights_proj|compressor\.(wkv|wgate))$"
 )
 """Weights of two dimensions that engines multiply by other libraries: embeddings, heads, routers, gates."""
 BESIDE = re.compile(r"(^|[._])(scale\w*|bias|qzeros|g_idx|zero_point|shape|absmax|quant_map)$")
@@ -55,7 +56,7 @@ def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     model.degrees(tp, ep)
     check_op(op)
     directory = path if path.is_dir() else path.parent
-    config = _config(directory / "config.json")
+    config = model.read(beside) if (beside := directory / "config.json").is_file() else None
     names, files = headers.listed(path)
     if not any((directory / file).exists() for file in files):
         if config is None:
@@ -67,15 +68,6 @@ def plan(path: Path, tp: int = 1, ep: int = 1, op: str = "") -> LayerPlan:
     if absent := [name for name in names if name not in found]:
         raise InvalidInputError(f"{path} lists {len(absent)} tensors that no file has, such as {shown(absent[0])}.")
     return _from_tensors(found, config, tp, ep, op)
-
-
-def _config(path: Path) -> Mapping[str, Any] | None:
-    if not path.is_file():
-        return None
-    found = inputs.read_file(path)
-    if not isinstance(found, Mapping):
-        raise InvalidInputError(f"{path} must hold an object, but it holds {type(found).__name__}.")
-    return found
 
 
 def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, op: str) -> LayerPlan:
@@ -154,6 +146,8 @@ def _is_weight(name: str, stored: Stored) -> bool:
 
 def _to_run(base: str, weight: Weight, dtype: str, kept: set[str], op: str) -> Weight:
     """The weight with its operation. `kept` are the dtypes of quantised weights of the checkpoint."""
+    if dtype not in WIDE and TABLES.search(base):
+        return replace(weight, why_not="engines look its rows up.", elsewhere=True)
     if dtype not in WIDE or weight.why_not:
         return weight
     own, runs = base.rpartition(".")[2], FP8 if kept else op or OPS.get(dtype, FP8)

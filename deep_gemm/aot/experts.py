@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from deep_gemm.aot.layers import BATCHED_OPS, GROUPED, GROUPED_OPS, Layer, LayerPlan, Weight, is_masked, layers_of
+from deep_gemm.aot.layers import (
+    BATCHED_OPS,
+    GROUPED,
+    GROUPED_OPS,
+    Degree,
+    Layer,
+    LayerPlan,
+    Weight,
+    is_masked,
+    layers_of,
+)
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 
 ALIGNMENT = 128
 """The starts of groups and the number of all rows are multiples of this by default: each adds up to 127 rows."""
+
+FEWER = "Give an ep (--ep) by which fewer GPUs share each expert, or a smaller tp."
 
 
 def shares(experts: int, tp: int, ep: int) -> tuple[int, int]:
@@ -40,7 +52,7 @@ def plan(
     those that are alike are listed once. A token goes to `chosen` of the `experts` (None: to any number). Raises
     InvalidInputError where `shares` does, and where sizes are not multiples of the GPUs that share an expert."""
     groups, parts = shares(experts, tp, ep)
-    one = layers_of(modules, parts, blocks_fixed, "tp" if ep == 1 else "tp / ep")
+    one = layers_of(modules, parts, blocks_fixed, Degree("tp" if ep == 1 else "tp / ep", FEWER))
     # Engines make room for all experts that a token goes to, though some may be on other GPUs.
     copies, padding = ep * (chosen or groups), (groups + 1) * (ALIGNMENT - 1)
     found: list[Layer] = []

@@ -15,6 +15,9 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
 INDEX = ".safetensors.index.json"
+BESIDE = ("consolidated", "adapter_", "optimizer", "pytorch_lora_weights")
+"""How files begin that are no part of the model whose `model*.safetensors` they lie beside: the same weights by other
+names, adapters, and the state of an optimizer."""
 WIDE = frozenset(("F16", "BF16", "F32", "F64"))
 """The dtypes of weights that are not quantised."""
 
@@ -35,7 +38,7 @@ def is_checkpoint(path: Path) -> bool:
 def header(path: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file. Raises InvalidInputError if its header is damaged."""
     try:
-        with path.open("rb") as file:
+        with inputs.open_file(path) as file:
             length = int.from_bytes(file.read(8), "little")
             text = file.read(length) if 2 <= length <= MAX_HEADER_BYTES else b""
     except (OSError, ValueError) as error:  # a path with a zero byte raises ValueError
@@ -46,7 +49,9 @@ def header(path: Path) -> dict[str, Stored]:
     if not isinstance(entries, Mapping):
         raise InvalidInputError(f"The header of {path} must be an object, but it is {shown(entries)}.")
     return {
-        name: _stored(entry, f"{shown(name)} of {path}") for name, entry in entries.items() if name != "__metadata__"
+        inputs.printable(name): _stored(entry, f"{shown(name)} of {path}")
+        for name, entry in entries.items()
+        if name != "__metadata__"
     }
 
 
@@ -55,14 +60,21 @@ def _stored(entry: Any, where: str) -> Stored:
     shape = entry.get("shape") if isinstance(entry, Mapping) else None
     if not isinstance(dtype, str) or not isinstance(shape, list):
         raise InvalidInputError(f"{where} must have a dtype and a shape, but it is {shown(entry)}.")
-    return Stored(dtype, tuple(inputs.whole(size, f"the shape of {where}", 0, 2**62) for size in shape))
+    return Stored(
+        inputs.printable(dtype), tuple(inputs.whole(size, f"the shape of {where}", 0, 2**62) for size in shape)
+    )
+
+
+def _of_model(folder: Path, pattern: str) -> list[Path]:
+    main = any(folder.glob("model*.safetensors")) or any(folder.glob(f"model*{INDEX}"))
+    return sorted(file for file in folder.glob(pattern) if not (main and file.name.startswith(BESIDE)))
 
 
 def listed(path: Path) -> tuple[list[str], list[str]]:
-    """The names of the tensors, if there is an index, and of the files."""
-    indices = sorted(path.glob("*" + INDEX)) if path.is_dir() else [path] if path.name.endswith(INDEX) else []
+    """The names of the tensors, if there is an index, and of the files, without those that are no part of the model."""
+    indices = _of_model(path, "*" + INDEX) if path.is_dir() else [path] if path.name.endswith(INDEX) else []
     if not indices:
-        return [], sorted(found.name for found in path.glob("*.safetensors")) if path.is_dir() else [path.name]
+        return [], [x.name for x in _of_model(path, "*.safetensors")] if path.is_dir() else [path.name]
     if len(indices) > 1:
         raise InvalidInputError(f"{path} holds {len(indices)} indices: give the path of one.")
     data = inputs.read_file(indices[0])
@@ -72,4 +84,4 @@ def listed(path: Path) -> tuple[list[str], list[str]]:
     for file in places.values():
         if not isinstance(file, str) or file != Path(file).name or not file.endswith(".safetensors"):
             raise InvalidInputError(f"weight_map of {indices[0]} must name *.safetensors, but it has {shown(file)}.")
-    return list(places), sorted(set(places.values()))
+    return list(map(inputs.printable, places)), sorted(set(places.values()))

@@ -4,10 +4,13 @@ is."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import reprlib
+import stat
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deep_gemm.errors import InvalidInputError
 
@@ -35,6 +38,11 @@ def shown(value: Any) -> str:
     except ValueError:  # Python refuses to print integers of more than 4300 digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 160 else f"{text[:100]} ... {text[-40:]}"
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what would move a terminal's cursor, change its colours or end the line."""
+    return text if text.isprintable() else "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
 
 
 def whole(value: Any, where: str, least: int = 1, most: int = MAX_SIZE) -> int:
@@ -97,10 +105,24 @@ def is_shape(text: str) -> bool:
     return re.fullmatch(r"\s*[0-9]+\s*([xX,]\s*[0-9]+\s*)+", text) is not None
 
 
+def open_file(path: Path) -> BinaryIO:
+    """A regular file, opened to read. Others are refused: to open a FIFO would wait for who writes it. Raises OSError,
+    and ValueError for a path with a zero byte."""
+
+    def opened(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NONBLOCK)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError("it is no regular file")
+
+    return open(path, "rb", opener=opened)
+
+
 def read_text(path: Path) -> str:
-    """The text of a file of at most `MAX_FILE_BYTES`."""
+    """The text of a regular file of at most `MAX_FILE_BYTES`."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:
             raise InvalidInputError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB: it is not a description.")
@@ -132,6 +154,14 @@ def read_file(path: Path) -> Any:
         return yaml.safe_load(text)
     except Exception as error:  # its constructors of dates, numbers and flags do not always raise a YAMLError
         raise InvalidInputError(f"{path} is not YAML: {_first_line(error)}.") from error
+
+
+def read_object(path: Path) -> Mapping[str, Any]:
+    """The object that a JSON file holds."""
+    found = read_file(path)
+    if not isinstance(found, Mapping):
+        raise InvalidInputError(f"{path} must hold an object, but it holds {type(found).__name__}.")
+    return found
 
 
 def _no_constant(name: str) -> Any:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from deep_gemm.aot.inputs import MAX_SIZE
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.spec import align
 
 BLOCK = 128
 """Rows and columns of a weight that share one scale."""
@@ -50,6 +52,16 @@ def check_op(op: str, grouped: bool = False) -> None:
     known = dict.fromkeys((*FP8_OPS, *OPS.values(), *((*GROUPED_OPS, *BATCHED_OPS) if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
+
+
+class Degree(NamedTuple):
+    """A number of GPUs that share a layer: its name in messages, and what to do if it is too large."""
+
+    name: str
+    advice: str
+
+
+TP = Degree("tp", "Give a smaller tp.")
 
 
 @dataclass(frozen=True)
@@ -145,9 +157,13 @@ JOINED: dict[str, tuple[str, ...]] = {
 ALSO_ALONE = {"kv_a_proj_with_mqa": "kv_a_proj"}
 """Weights that are prepared alone too: some engines multiply them in a call of their own when decoding."""
 
+HEADS = ("lm_head", "head")
+"""Layers with a row for each token of the vocabulary. Engines pad it to a multiple of `VOCABULARY` for several GPUs."""
+VOCABULARY = 64
+
 COLUMN = frozenset((
     "q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "q_b_proj", "wq_b", "kv_b_proj",
-    "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "w1", "w3",
+    "in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj_ba", "in_proj_b", "in_proj_a", "w1", "w3", *HEADS,
 ))  # fmt: skip
 """Column-parallel: tensor parallelism divides N."""
 
@@ -177,7 +193,7 @@ and those with two rows for each head. In a model of 16 bits they are layers lik
 
 
 def layers_of(
-    modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: str = "tp"
+    modules: Iterable[tuple[str, Mapping[str, Weight]]], tp: int, blocks_fixed: bool, degree: Degree = TP
 ) -> LayerPlan:
     """The layers of modules (by name, each with its weights by name) on one of `tp` GPUs. `blocks_fixed`: weights come
     with their scales, so that a part can be joined with the next only if it ends where a block of 128 ends. Raises
@@ -217,7 +233,7 @@ def _joined(pieces: Mapping[str, Weight], blocks_fixed: bool) -> list[tuple[str,
     return found + [(ALSO_ALONE.get(name, name), piece) for name, piece in left.items()]
 
 
-def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) -> Weight:
+def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: Degree) -> Weight:
     if name in HYPER:
         why_not = "tf32_hc_prenorm_gemm multiplies by it, with kernels of its own."
         return replace(weight, why_not=why_not, elsewhere=True)
@@ -227,26 +243,28 @@ def _on_one_gpu(name: str, weight: Weight, tp: int, inside: str, degree: str) ->
         return weight
     if name in ROW:
         k = divided(weight.k, tp, f"K of {inside}{name}", weight.heads, degree)
-        return replace(weight, k=k, broken=_broken("K", (k,), tp, weight.op))
+        return replace(weight, k=k, broken=_broken("K", (k,), tp, weight.op, degree))
     if name in COLUMN:
         count = weight.heads or 0
         copies = weight.repeats and 0 < count < tp
         parts = count if copies and tp % count == 0 else tp
+        if name in HEADS and weight.n % tp:
+            weight = replace(weight, rows=(align(weight.n, VOCABULARY),))
         rows = tuple(divided(row, parts, f"N of {inside}{name}", count, degree) for row in weight.rows)
-        return replace(weight, rows=rows, broken=_broken("N", rows, tp, weight.op))
+        return replace(weight, rows=rows, broken=_broken("N", rows, tp, weight.op, degree))
     return replace(weight, broken=f"how {tp} GPUs share {name} is not known.")
 
 
-def _of_each_group(weight: Weight, tp: int, name: str, degree: str) -> Weight:
+def _of_each_group(weight: Weight, tp: int, name: str, degree: Degree) -> Weight:
     """A weight with one matrix below the other, one for each group of heads."""
     if not weight.heads:
         return replace(weight, why_not="it is a product for each group of heads, and a config.json would say how many.")
     if weight.op not in BATCHED:
         return replace(weight, why_not=f"it is a product for each group of heads, and {weight.op} has no such form.")
-    rows = divided(weight.n, weight.heads, f"N of {name}", degree="o_groups")
+    rows = divided(weight.n, weight.heads, f"N of {name}", degree=Degree("o_groups", ""))
     groups = divided(weight.heads, tp, f"the number of groups of {name}", degree=degree)
     return replace(
-        weight, rows=(rows,), groups=groups, op=BATCHED[weight.op], broken=_broken("N", (rows,), tp, weight.op)
+        weight, rows=(rows,), groups=groups, op=BATCHED[weight.op], broken=_broken("N", (rows,), tp, weight.op, degree)
     )
 
 
@@ -262,21 +280,22 @@ def absorbed(heads: int, nope: int, rank: int, value: int, tp: int) -> tuple[Lay
     )
 
 
-def divided(size: int, parts: int, what: str, heads: int = 0, degree: str = "tp") -> int:
+def divided(size: int, parts: int, what: str, heads: int = 0, degree: Degree = TP) -> int:
     """`size` / `parts`, and `heads` / `parts` must be whole. `degree` names `parts` in messages."""
     for count, named in ((heads, f"the number of heads of {what}"), (size, what)):
         if count % parts:
             raise InvalidInputError(
-                f"{named} must be a multiple of {degree}, but it is {count} and {degree} is {parts}."
+                f"{named} must be a multiple of {degree.name}, but it is {count} and {degree.name} is {parts}."
+                f"{degree.advice and ' '}{degree.advice}"
             )
     return size // parts
 
 
-def _broken(dimension: str, sizes: Sequence[int], tp: int, op: str) -> str:
+def _broken(dimension: str, sizes: Sequence[int], tp: int, op: str, degree: Degree) -> str:
     bad = next((size for size in sizes if size % BLOCK), 0) if op == FP8 else 0
     if not bad:
         return ""
     return (
         f"{dimension} on each of {tp} GPUs is {bad}, no multiple of {BLOCK}, so that two GPUs would share the scale of "
-        "one block. Give a smaller tp."
+        f"one block. {degree.advice}"
     )

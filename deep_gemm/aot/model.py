@@ -3,15 +3,16 @@ nothing is guessed. A checkpoint says more (`deep_gemm.aot.checkpoint`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
-from deep_gemm.aot.quantization import Format, format_of
+from deep_gemm.aot.layers import FP8, JOINED, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
+from deep_gemm.aot.quantization import Format, Kind, config_of, format_of
 from deep_gemm.errors import InvalidInputError
 
 FAMILIES = frozenset((
@@ -38,6 +39,9 @@ OTHER_PARTS = {
 }
 """The config's descriptions of parts other than the language model, and their modules."""
 
+
+FUSED = {"fused_qkv_a_proj": JOINED["qkv_a_proj"]}
+"""Names of joined layers that only engines use."""
 
 SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "intermediate_size",
@@ -101,6 +105,16 @@ class ModelConfig(SimpleNamespace):
         return LayerPlan(absorbed(self.num_attention_heads, *sizes, tp))
 
 
+def read(path: Path) -> Mapping[str, Any]:
+    """The content of a config.json. ModelOpt may have left quantization_config in a file of its own beside it. Raises
+    InvalidInputError if one cannot be read, or holds no object."""
+    found, beside = inputs.read_object(path), path.with_name("hf_quant_config.json")
+    text, _ = text_part(found)
+    if config_of(text, found) is not None or not beside.exists():
+        return found
+    return {**found, "quantization_config": inputs.read_object(beside)}
+
+
 def is_config(data: Mapping[str, Any]) -> bool:
     """Whether this is a model's configuration rather than a list of shapes."""
     return bool({"hidden_size", "text_config", "model_type", "architectures"} & set(data))
@@ -123,12 +137,12 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> L
         return LayerPlan((), (problem,))
     known = ModelConfig.read(text)
     experts.shares(known.experts, tp, ep)
-    form = format_of(text.get("quantization_config") or config.get("quantization_config"))
+    form = format_of(config_of(text, config))
     problems = list(form.problems)
     problems += [
         f"{name} of the model's config is not read: no kernel is prepared for its layers."
         for name in outside
-        if not form.names_any(OTHER_PARTS[name])
+        if not form.leaves_out(OTHER_PARTS[name])
     ]
     if kind == deepseek_v4.KIND:
         modules, strange = deepseek_v4.modules(text, known)
@@ -144,13 +158,13 @@ def plan(config: Mapping[str, Any], tp: int = 1, ep: int = 1, op: str = "") -> L
                 undecided(f"The model's config has no quantization_config, and its dtype is {shown(dtype)}")
             )
         op = OPS.get(dtype or "", FP8)
-    named = [(shown_as, _formatted(form, where, weights, count, op)) for shown_as, where, weights, count in modules]
+    named = [(each[0], weights) for each in modules for weights in _formatted(form, each, op)]
     found = LayerPlan.join([layers_of(named, tp, form.fixed), known.absorbed(tp)])
     routed = LayerPlan(())
     if known.experts:
         v4 = kind == deepseek_v4.KIND
-        shown_as, where, weights, at = deepseek_v4.expert(text, known, form.given) if v4 else _expert(known)
-        one = [(shown_as, _formatted(form, where, weights, at, op))]
+        expert = deepseek_v4.expert(text, known, form.given) if v4 else _expert(known)
+        one = [(expert[0], weights) for weights in _formatted(form, expert, op)]
         routed = experts.plan(one, known.experts, known.num_experts_per_tok, tp, ep, form.fixed)
     return LayerPlan.join([LayerPlan((), tuple(problems)), found, routed])
 
@@ -317,18 +331,39 @@ def undecided(why: str) -> str:
     )
 
 
-def _formatted(form: Format, module: str, weights: dict[str, Weight], layers: list[int], op: str) -> dict[str, Weight]:
-    """They run ``op`` if there is no format. A weight is left out of quantisation if all of its layers are."""
+def _formatted(form: Format, module: Module, op: str) -> Iterator[dict[str, Weight]]:
+    """The weights of a module, once for each way in which layers of the model store them. They run ``op`` if the model
+    is not quantised."""
+    _, where, weights, layers = module
     if not form.given:
-        return {name: unquantised(name, weight, op) for name, weight in weights.items()}
-    found = {}
-    for name, weight in weights.items():
-        names = [f"model.layers.{index}.{module}.{name}" for index in layers] or [f"model.layers.0.{module}.{name}"]
-        left_out = all(form.leaves_out(full) for full in names)
-        if left_out and not weight.why_not:
-            weight = replace(weight, why_not="quantization_config leaves it as it is.", elsewhere=True)
-        found[name] = replace(weight, why_not=weight.why_not or form.why_not, op=form.op)
-    return found
+        yield {name: unquantised(name, weight, op) for name, weight in weights.items()}
+        return
+    ways = {tuple(form.kind(names_of(layer, where, name)) for name in weights): None for layer in layers or [0]}
+    for kinds in ways:
+        yield {name: _of_kind(weight, kind) for (name, weight), kind in zip(weights.items(), kinds, strict=True)}
+
+
+def _of_kind(weight: Weight, kind: Kind | None) -> Weight:
+    if kind is not None:
+        return replace(weight, why_not=weight.why_not or kind.why_not, op=kind.op)
+    if weight.why_not:
+        return weight
+    return replace(weight, why_not="quantization_config leaves it as it is.", elsewhere=True)
+
+
+def names_of(layer: int, module: str, weight: str) -> list[str]:
+    """What a weight of a layer is called in lists of names, from "layers" on: engines name a weight by the matrix that
+    it becomes a part of."""
+    modules = [module]
+    own = [weight, *(whole for whole, parts in (JOINED | FUSED).items() if weight in parts)]
+    if module == "mlp.experts.0":
+        modules += ["mlp.experts", "block_sparse_moe.experts.0", "block_sparse_moe.experts"]
+        own += [
+            {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.get(weight, weight),
+            "w13" * (weight != "down_proj"),
+        ]
+    inside = [".".join(filter(None, (at, name))) for at in modules for name in filter(None, own)]
+    return [f"layers.{layer}.{name}" for name in inside]
 
 
 def unquantised(name: str, weight: Weight, op: str) -> Weight:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from deep_gemm.aot.headers import Stored
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import BLOCK, FP8, ROWWISE
+from deep_gemm.aot.layers import BLOCK, FP8, JOINED, ROWWISE
 from deep_gemm.aot.quantization import blocks_not
 
 NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
@@ -15,6 +15,9 @@ NAMES = ("weight_scale_inv", "weight_scale", "scale", "scale_inv")
 
 DTYPES = frozenset(("F32", "BF16", "F16", "F8_E8M0"))
 """What scales are stored as. Engines make them float32 when they load a checkpoint for Hopper."""
+
+PARTS = {name: len(parts) for name, parts in JOINED.items()}
+"""How many weights a joined one is made of."""
 
 _SIDES = (16, 32, 64, 128, 256, 512)
 
@@ -38,13 +41,16 @@ def operation(base: str, stored: Stored, tensors: Mapping[str, Stored]) -> tuple
     shape = scale.shape
     if experts and shape[:1] == tuple(experts):
         shape = shape[1:]
+    if len(shape) == 4 and shape[1] == shape[3] == 1:  # ModelOpt's FP8_PB_WO
+        shape = shape[::2]
     if shape == (-(-n // BLOCK), -(-k // BLOCK)) and shape != (1, 1):
         static = f"{base}.input_scale" in tensors
         return FP8, "its activations have one scale per tensor." if static else ""
     # For a weight of one 128 x 128 block, a scale per block and a scale per tensor are the same.
     if shape == (1, 1) and max(n, k) <= BLOCK:
         return FP8, ""
-    if math.prod(shape) in (1, n):
+    # A weight made of several may have a scale for each.
+    if math.prod(shape) in (1, n, PARTS.get(base.rpartition(".")[2], 1)):
         return ROWWISE, ""
     if len(shape) != 2:
         return FP8, f"its scales are {shown(list(shape))}, not one per row or per 128 x 128 block."

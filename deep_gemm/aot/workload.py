@@ -214,7 +214,10 @@ def _file(path: Path, tp: int, ep: int, op: str) -> LayerPlan:
         if not config.is_file():
             raise InvalidInputError(f"{path} must hold *.safetensors or a config.json, but it holds neither.")
         path = config
-    return _described(inputs.read_file(path), str(path), tp, ep, op)
+    data = inputs.read_file(path)
+    if isinstance(data, Mapping) and model.is_config(data):
+        data = model.read(path)
+    return _described(data, str(path), tp, ep, op)
 
 
 def _described(data: Any, where: str, tp: int, ep: int, op: str) -> LayerPlan:
@@ -250,7 +253,9 @@ def _entry(entry: Any, where: str, ms: tuple[int, ...], op: str) -> tuple[Layer,
 def _layers(name: str, n: Any, k: Any, ms: tuple[int, ...], where: str, op: str, groups: Any) -> tuple[Layer, ...]:
     check_op(op, grouped=True)
     inputs.whole(groups, f"groups of {where}")
-    layer = Layer(name, inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms, op=op)
+    layer = Layer(
+        inputs.printable(name), inputs.whole(n, f"n of {where}"), inputs.whole(k, f"k of {where}"), ms=ms, op=op
+    )
     return tuple(in_groups(layer, groups)) if groups > 1 else (layer,)
 
 

@@ -77,13 +77,20 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except (InvalidInputError, SettingError) as error:
-            raise Refused(str(error)) from error
+            raise Refused(_visible(error)) from error
         except DeepGemmError as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_visible(error)) from error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of the pipe has stopped: click ends quietly
                 raise
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_visible(error)) from error
+
+
+def _visible(error: Exception) -> str:
+    """Its text with escapes for control characters, which a path may hold."""
+    from deep_gemm.aot.inputs import printable
+
+    return "\n".join(map(printable, str(error).expandtabs().split("\n")))
 
 
 @click.group(

@@ -105,6 +105,7 @@ QWEN_UP, QWEN_DOWN = "gate_up_proj 128x1536x2048", "down_proj.weight 128x2048x76
 NOT_MULTIPLIED = wide("m.layers.0.self_attn.o_proj 512x512 m.layers.0.linear_attn.conv1d 8192x1x4")
 NOT_MULTIPLIED |= wide("m.visual.patch_embed.proj 1152x3x2x16x16 m.visual.pos_embed 1x2304x1152")
 NOT_MULTIPLIED |= {"m.layers.0.mlp.experts.e_score_correction_bias": ("F32", (8, 64))}
+TABLES = fp8("m.embed_tokens", 2048, 256) | wide("m.pos_embeddings 8x256", "F8_E4M3")
 E8M0 = "experts.gate_up_proj {0}x{1}x7168 experts.down_proj {0}x7168x{2}"
 # fmt: off
 SERVED: dict[str, tuple[Tensors, Any, int, int, str, set[str]]] = {
@@ -140,6 +141,16 @@ SERVED: dict[str, tuple[Tensors, Any, int, int, str, set[str]]] = {
        for index, config in enumerate((GPT_OSS, GPT_OSS | {"model_type": "new"}, None))},
     "which way, by a table": (STEP3 | wide("m.embed_tokens 1000x7168"), None, 1, 1, STEP3_SIZES, set(GROUPED[BF16])),
     "which way, by a config": (STEP3, STEP3_CONFIG, 1, 1, STEP3_SIZES, set(GROUPED[BF16])),
+    # A scale for each weight that a matrix is made of, which rows can have.
+    "a scale for each part": (
+        wide("a.qkv_proj 768x256 a.gate_up_proj 1024x256", "F8_E4M3")
+        | {"a.qkv_proj.weight_scale": ("F32", (3,)), "a.gate_up_proj.weight_scale": ("F32", (2, 1))}, None, 2, 1,
+        "a.qkv_proj 384x256 a.gate_up_proj 512x256", {ROWWISE}),
+    # What is looked up is multiplied by nothing, and of heads each GPU has some rows.
+    "a vocabulary": (TABLES | fp8("lm_head", 2048, 256), None, 8, 1, "lm_head 256x256", {FP8}),
+    "a vocabulary in rows": (TABLES | row_scales("lm_head 1000x256 head 1000x256"), None, 8, 1,
+                             "lm_head 125x256 head 125x256", {ROWWISE}),
+    "a padded vocabulary": (TABLES | row_scales("lm_head 1001x256"), None, 8, 1, "lm_head 128x256", {ROWWISE}),
     "not multiplied": (NOT_MULTIPLIED, None, 1, 1, "o_proj 512x512", {BF16}),
 }
 PROBLEMS: dict[str, tuple[Tensors, Any, int, list[str]]] = {
@@ -166,6 +177,7 @@ PROBLEMS: dict[str, tuple[Tensors, Any, int, list[str]]] = {
 SCALES: list[tuple[Tensors, str]] = [
     ({"weight_scale": ("F32", ())}, ROWWISE), ({"weight_scale": ("BF16", (512, 1))}, ROWWISE),
     ({"weight_scale": ("F32", (1, 1)), "input_scale": ("F32", (1,))}, ROWWISE),
+    ({"weight_scale": ("F32", (4, 1, 2, 1))}, FP8),
     ({"weight_scale": ("F32", (512,))}, ROWWISE), ({"weight_scale": ("F32", (4, 2))}, FP8),
     ({"scale": ("F8_E8M0", (4, 2))}, FP8),
 ]
@@ -307,6 +319,24 @@ def test_an_index_and_its_files(tmp_path: Path) -> None:
     write(tmp_path / "model-00002-of-00002.safetensors", {})
     with pytest.raises(InvalidInputError, match=r"lists .* tensors that no file has"):
         workload.plan(tmp_path)
+
+
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("other", ["consolidated", "consolidated-00001-of-00001", "adapter_model", "optimizer"])
+def test_files_beside_those_of_the_model_are_no_part_of_it(tmp_path: Path, other: str, index: bool) -> None:
+    write(tmp_path / "model-00001-of-00001.safetensors", stored("BF16"))
+    write(tmp_path / f"{other}.safetensors", wide("layers.0.attention.wq 4096x2048 layers.0.feed_forward.w9 64x64"))
+    for name in ("model", other) if index else ():
+        listed = {
+            "weight_map": dict.fromkeys(headers.header(tmp_path / f"{other}.safetensors"), f"{other}.safetensors")
+        }
+        if name == "model":
+            listed = {"weight_map": dict.fromkeys(stored("BF16"), "model-00001-of-00001.safetensors")}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(listed))
+    found = workload.plan(tmp_path)
+    assert (found.problems, served(found)) == ((), sized(JOINED))
+    alone = workload.plan(tmp_path / f"{other}.safetensors")
+    assert {layer.name.rpartition(".")[2] for layer in alone.layers} == {"wq", "w9"}
 
 
 def test_an_index_alone_is_held_against_the_config(tmp_path: Path) -> None:

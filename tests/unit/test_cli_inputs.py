@@ -181,6 +181,19 @@ def test_rows_that_are_none(tmp_path: Path, text: str) -> None:
     refused("calibrate", "fit", path, "--output", tmp_path / "out.json")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [("precompile", "--model"), ("precompile", "--file"), ("tune", "--learn"), ("bench", "--from"),
+     ("calibrate", "check"), ("calibrate", "fit", "--output", "out.json")],
+    ids=" ".join,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["a.json", "a.safetensors", "a.safetensors.index.json", "config.json"])
+def test_a_fifo_is_no_file(tmp_path: Path, command: Sequence[str], name: str) -> None:
+    """To open one waits for ever."""
+    os.mkfifo(tmp_path / name)
+    assert "it is no regular file" in refused(*command, tmp_path / name)
+
+
 def test_rows_of_a_survey(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     row = {"mode": "flush", "m": 1, "n": 8, "k": 16, "times": {"a": 2.0, "b": 1.0}}

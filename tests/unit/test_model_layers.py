@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 from model_cases import (
     BERT,
     BLOCKS,
+    CHANNEL,
     DEEPSEEK_V3,
     DEEPSEEK_V32,
     GLM_45,
     LLAMA_8B,
     MINIMAX_M2,
     MIXTRAL,
+    PB_WO,
     QWEN3_5,
     QWEN3_MOE,
     QWEN3_NEXT,
+    Config,
     cast,
+    groups,
     of_experts,
     precompile,
+    quantised,
     runs,
     served,
     sized,
@@ -39,20 +44,7 @@ from deep_gemm.runtime import engine
 
 BF16, FP16, ROWWISE = "bf16_gemm_nt", "fp16_gemm_nt", "fp8_gemm_nt_rowwise"
 LLAMA = "qkv_proj 6144x4096 o_proj 4096x4096 mlp.gate_up_proj 28672x4096 mlp.down_proj 4096x14336"
-Config = dict[str, Any]
 
-
-def quantised(config: Config, **quantization: Any) -> Config:
-    return config | {"quantization_config": quantization or BLOCKS}
-
-
-def groups(*weights: Config, **more: Any) -> Config:
-    """quantization_config of compressed-tensors."""
-    return {"quant_method": "compressed-tensors", "config_groups": dict(zip("ab", weights, strict=False))} | more
-
-
-CHANNEL = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}, "input_activations": {"num_bits": 8}}
-IN_BLOCKS = {"weights": CHANNEL["weights"] | {"strategy": "block", "block_structure": [128, 128]}}
 GQA = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64}
 GQA |= {"num_key_value_heads": 8, "head_dim": 128}
 # fmt: off
@@ -91,17 +83,12 @@ OPERATIONS: list[tuple[Config, str]] = [
         groups(CHANNEL, ignore=["lm_head"]),
         groups(CHANNEL | {"weights": CHANNEL["weights"] | {"strategy": "tensor"}}),
         {"quant_method": "fbgemm_fp8"}, {"quant_method": "ptpc_fp8"}, {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
         BLOCKS | {"weight_block_size": None}, BLOCKS | {"weight_block_size": None, "activation_scheme": "static"})),
-]
-NOT_SERVED: list[tuple[Config, str]] = [
-    ({"quant_method": "awq", "bits": 4, "group_size": 128}, "AWQ"), ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-    (BLOCKS | {"weight_block_size": [64, 64]}, "64 x 64 blocks"),
-    (BLOCKS | {"activation_scheme": "static"}, "activations have one scale per tensor"),
-    (BLOCKS | {"fmt": "e5m2"}, "not E4M3"),
-    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "ModelOpt's 'NVFP4'"),
-    (groups({"weights": CHANNEL["weights"]}), "its activations are not FP8"),
-    (groups({"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}), "of 4 bits"),
-    (groups(CHANNEL, IN_BLOCKS), "scales of several kinds"), ({"quant_method": "new"}, "quant_method 'new'"),
+    ({"compression_config": groups(CHANNEL)}, ROWWISE),
+    ({"compression_config": {"quantization_config": groups(CHANNEL)}}, ROWWISE),
+    *((quantised({}, **PB_WO | {"quant_algo": name}), FP8) for name in ("FP8_PB_WO", "fp8_pb_wo", "FP8_BLOCK_SCALES")),
+    ({"torch_dtype": "bfloat16"} | quantised({}, **PB_WO | {"quant_algo": None, "kv_cache_quant_algo": "FP8"}), BF16),
 ]
 ODD = QWEN3_MOE | {"moe_intermediate_size": 770}
 REFUSED: list[tuple[Config, int, int, str]] = [
@@ -118,7 +105,7 @@ REFUSED: list[tuple[Config, int, int, str]] = [
     (DEEPSEEK_V3, 1, 3, "^ep must divide the model's 256 routed experts, but it is 3[.]"),
     (MIXTRAL, 1, 16, "^ep must divide the model's 8 routed experts, but it is 16[.]"),
     (MINIMAX_M2 | {"num_local_experts": 24}, 4, 6, "^ep must divide tp or be a multiple of it, but ep is 6"),
-    (ODD, 4, 1, "^N of experts.gate_proj must be a multiple of tp, but it is 770 and tp is 4[.]"),
+    (ODD, 4, 1, "^N of experts.gate_proj must be a multiple of tp, but it is 770 and tp is 4[.] Give an ep"),
     (ODD, 8, 2, "^N of experts.gate_proj must be a multiple of tp / ep, but it is 770 and tp / ep is 4[.]"),
     (MIXTRAL | {"num_experts_per_tok": "two"}, 1, 1, "^num_experts_per_tok of the model's config must be a whole"),
 ]
@@ -148,7 +135,7 @@ def test_a_config_says_what_its_layers_run(fields: Config, op: str) -> None:
     found = model.plan(LLAMA_8B | fields)
     assert (served(found), runs(found), found.problems) == (sized(LLAMA), {op}, ())
     # A caller that casts the model when loading it says so; a quantised model keeps its format.
-    kept = op if "quantization_config" in fields else ""
+    kept = op if op != BF16 and "config" in str(fields) else ""
     assert runs(model.plan(LLAMA_8B | fields, op=FP8)) == {kept or FP8}
     assert runs(model.plan(LLAMA_8B | fields, op=BF16)) == {kept or BF16}
 
@@ -196,22 +183,6 @@ def test_training_says_which_gradients_it_leaves_out(tmp_path: Path, config: Con
 
 def test_the_dtype_may_be_outside_of_the_language_model() -> None:
     assert runs(model.plan({"model_type": "mistral3", "torch_dtype": "bfloat16", "text_config": LLAMA_8B})) == {BF16}
-
-
-@pytest.mark.parametrize(("quantization", "words"), NOT_SERVED, ids=lambda it: it if isinstance(it, str) else "")
-def test_other_quantisation_is_not_served(tmp_path: Path, quantization: Config, words: str) -> None:
-    config = LLAMA_8B | {"quantization_config": quantization}
-    found = model.plan(config)
-    assert served(found) == {}
-    assert all(words in reason for reason in (*why_not(found).values(), *found.problems))
-    assert {problem.split(" ")[0] for problem in found.problems} - {"The"} == set(why_not(found))
-    for arguments in ((), ("--dry-run",), ("--allow-partial",), ("--dry-run", "--allow-partial")):
-        result = precompile(tmp_path, config, *arguments)
-        assert result.exit_code == 3, result.output
-        assert words in result.output
-        assert "nothing to compile" in result.output
-    with pytest.raises(UnsupportedError, match="cannot be served"):
-        deep_gemm.precompile(config)
 
 
 @pytest.mark.parametrize(("config", "tp", "ep", "words"), REFUSED)
@@ -285,6 +256,7 @@ def test_tensor_parallelism_must_not_split_a_block_of_scales() -> None:
     for name, size in (("gate_up_proj", "384 x 5120"), ("down_proj", "5120 x 192")):
         for layer in ("shared_expert", "experts"):
             (problem,) = (problem for problem in found.problems if problem.startswith(f"{layer}.{name} ({size})"))
+            assert ("Give an ep (--ep)" in problem) == (layer == "experts")
             assert "on each of 8 GPUs is 192, no multiple of 128" in problem or layer == "shared_expert"
     assert not {name for name in served(found) if "expert" in name}
     assert not model.plan(GLM_45, 4, op=FP8).problems
@@ -293,16 +265,6 @@ def test_tensor_parallelism_must_not_split_a_block_of_scales() -> None:
     assert "qkv_proj (" in model.plan(LLAMA_8B | {"hidden_size": 2048}, 8, op=FP8).problems[0]
     with pytest.raises(UnsupportedError, match="share the scale of one block"):
         deep_gemm.precompile(GLM_45, tp=8, op=FP8)
-
-
-def test_glm_46_in_fp8_is_served_but_for_its_experts(tmp_path: Path) -> None:
-    """Published with a scale per channel, which has no form with groups."""
-    config = GLM_45 | {"quantization_config": groups(CHANNEL)}
-    found = model.plan(config)
-    assert {layer.name for layer in found.served} >= {"qkv_proj", "o_proj", "mlp.down_proj", "shared_expert.down_proj"}
-    assert {problem.split(" ")[0] for problem in found.problems} == {"experts.gate_up_proj", "experts.down_proj"}
-    assert precompile(tmp_path, config, "--dry-run").exit_code == 3
-    assert precompile(tmp_path, config, "--dry-run", "--allow-partial").exit_code == 0
 
 
 def test_what_other_libraries_multiply_is_no_problem(tmp_path: Path) -> None:
@@ -314,17 +276,6 @@ def test_what_other_libraries_multiply_is_no_problem(tmp_path: Path) -> None:
     all_left = quantised(LLAMA_8B, **BLOCKS | {"modules_to_not_convert": ["self_attn", "mlp"]})
     for arguments in ((), ("--dry-run",)):
         assert precompile(tmp_path, all_left, *arguments).exit_code == 3, "there is nothing to compile"
-
-
-def test_modules_that_are_left_out_are_not_served_unless_only_some_layers_are() -> None:
-    asked = groups(IN_BLOCKS, ignore=["lm_head", "re:.*self_attn.*"])
-    found = model.plan(LLAMA_8B | {"quantization_config": asked})
-    assert set(served(found)) == {"mlp.gate_up_proj", "mlp.down_proj"}
-    assert "leaves it as it is" in why_not(found)["o_proj"]
-    names = [f"model.layers.{index}.mlp.down_proj" for index in range(2)]
-    for left, known in ((names[:1], served), (names, why_not)):
-        config = quantised(LLAMA_8B | {"num_hidden_layers": 2}, **BLOCKS | {"modules_to_not_convert": left})
-        assert "mlp.down_proj" in known(model.plan(config))
 
 
 @pytest.mark.parametrize(
