@@ -66,8 +66,8 @@ def main(operation: str) -> None:
     patch.setattr(engine, "load", lambda *_: (SimpleNamespace(symbol="", device=0), binary))
     patch.setattr(engine, "calibration_of", lambda device: calibration.for_device(h100, 132, 3350.0))
 
-    def launch(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool = False) -> Any:
-        plan.launch(strides, True, constant)
+    def launch(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool, numbers: Any) -> Any:
+        plan.launch(strides, True, constant, numbers)
         return lambda: None
 
     patch.setattr(engine, "launch", launch)

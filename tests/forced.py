@@ -131,10 +131,9 @@ def force_gemm(
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
     if params.dtype != "e4m3" and not fits(params, m, n, k, num_sms):
         raise ValueError(f"{kernels.get(params.kernel).entry(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs.")
-    strides: dict[str, Any] = {name: tensor.stride() for name, tensor in tensors.items()}
-    strides["alpha"] = (ALPHA,)
+    strides = {name: tensor.stride() for name, tensor in tensors.items()}
     spec = spec_of(params, m, n, k, num_sms)
-    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b)
+    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b, {"alpha": ALPHA})
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Launch(function, made.shape, stream, made.parameters, addresses)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from deep_gemm import UnsupportedError, arch, options
+from deep_gemm.kernels.base import NO_NUMBERS
 from deep_gemm.ops import dense
 from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.ops.chain import Chain
@@ -58,13 +59,14 @@ KERNELS = {
 
 class Launched(NamedTuple):
     """One launch: "gemm", "copy" or "transpose", the addresses of its operands, whether its weights were promised
-    constant, its spec, and the operands' strides."""
+    constant, its spec, the operands' strides, and the step's numbers."""
 
     kernel: str
     at: dict[str, int]
     constant: bool
     spec: Any
     strides: Any
+    numbers: Any
 
 
 def calls_behind(entry: Any, variant: int = 0) -> calls.Calls:
@@ -76,9 +78,11 @@ def calls_behind(entry: Any, variant: int = 0) -> calls.Calls:
 class FakeLaunch:
     """A launch record that lists its launches."""
 
-    def __init__(self, gpu: FakeGpu, spec: Any, strides: Any, at: Mapping[str, int], constant: bool) -> None:
+    def __init__(
+        self, gpu: FakeGpu, spec: Any, strides: Any, at: Mapping[str, int], constant: bool, numbers: Any
+    ) -> None:
         kernel = KERNELS[type(spec)]
-        self.gpu, self.made = gpu, Launched(kernel, dict(at), constant, spec, strides)
+        self.gpu, self.made = gpu, Launched(kernel, dict(at), constant, spec, strides, numbers)
 
     def __call__(self) -> None:
         self.gpu.launched.append(self.made)
@@ -133,10 +137,16 @@ class FakeGpu:
         return SimpleNamespace(spec=spec, device=CPU, config="64x64", symbol=KERNELS[type(spec)])
 
     def launch(
-        self, plan: Any, strides: Any, addresses: Mapping[str, int], stream: int, constant: bool = False
+        self,
+        plan: Any,
+        strides: Any,
+        addresses: Mapping[str, int],
+        stream: int,
+        constant: bool = False,
+        numbers: Any = NO_NUMBERS,
     ) -> FakeLaunch:
         self.prepared += 1
-        return FakeLaunch(self, plan.spec, strides, addresses, constant)
+        return FakeLaunch(self, plan.spec, strides, addresses, constant, numbers)
 
     @property
     def constants(self) -> list[bool]:

@@ -258,13 +258,18 @@ def strides(spec: GemmSpec) -> dict[str, tuple[int, ...]]:
         "b": (align(k, 16), 1) if spec.b.major == "k" else (1, align(n, 8)),
         "d": (m * row, row, 1) if spec.grouping == "k" else (row, 1),
         "sfa": (1,) if spec.a.scaling == "row" else (1, align(m, 4)),
-        "blocks": (blocks, blocks),
     }
     rows = {"row": (1,), "1x128": (1, align(n, 4)), "128x128": (blocks, 1), "none": (blocks, 1)}
     found["sfb"] = rows[spec.b.scaling]
     if spec.grouping in ("contiguous", "psum", "masked"):
         found["sfb"] = (ceil_div(n, 128) * blocks, blocks, 1)
     return found | ({"c": found["d"]} if spec.accumulate != "none" else {})
+
+
+def numbers(spec: GemmSpec) -> dict[str, tuple[int, ...]]:
+    """Those that a launch with `strides` takes besides."""
+    blocks = ceil_div(spec.k, 128)
+    return {"blocks": (blocks, blocks)}
 
 
 def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
@@ -277,7 +282,7 @@ def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
     params = [engine.kernel_params(spec, each.config, SM90) for each in ranked[:3]]
     first = kernels.get(params[0].kernel)
     launches = [
-        outcome_or(lambda c=constant, p=pdl: first.launch(params[0], spec, strides(spec), p, c))
+        outcome_or(lambda c=constant, p=pdl: first.launch(params[0], spec, strides(spec), p, c, numbers(spec)))
         for constant, pdl in ((False, False), (True, True))
     ]
     names = [kernels.get(each.kernel).entry(each) for each in params]

@@ -19,10 +19,9 @@ from deep_gemm.backends import deepgemm, get_kernel, get_operation
 from deep_gemm.backends.operations import RECIPES
 from deep_gemm.bench.shapes import Problem
 from deep_gemm.errors import DeepGemmError
-from deep_gemm.kernels.base import Strides
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import TMA_BYTES
-from deep_gemm.runtime.calls import Operation
+from deep_gemm.runtime.calls import Operation, Step
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, timing
 
@@ -116,11 +115,11 @@ def addressable(shape: GemmShape) -> bool:
     return all(elements * element_bytes(shape) % TMA_BYTES == 0 for elements in inner)
 
 
-def placed(x: Operands, device: int) -> tuple[Strides, Mapping[str, int]]:
-    """Strides and addresses with which a call launches its GEMM."""
+def placed(x: Operands, device: int) -> tuple[Step, Mapping[str, int]]:
+    """The launch of a call's GEMM, and the addresses of its operands."""
     operation, checked = x.checked()
     step = operation.work(checked, device).steps[-1]
-    return step.strides, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
+    return step, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
 
 
 def through(name: str) -> Callable[[Operands], Call]:

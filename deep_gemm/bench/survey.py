@@ -150,9 +150,10 @@ def timers_of(
         stream = torch.cuda.Stream()
         calls = []
         plan = engine.forced_plan(asked, config, device, builder)
-        for strides, addresses in places:
+        for step, addresses in places:
             handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
-            calls.append(engine.launch(plan, strides, addresses, handle, mode == "promised"))
+            promised = mode == "promised"
+            calls.append(engine.launch(plan, step.strides, addresses, handle, promised, step.numbers))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, Single(calls[0], scratch, operands)

@@ -21,7 +21,7 @@ from ..jit.builder import BuildRequest, default_builder
 from ..jit.driver.launch import LaunchShape
 from ..jit.driver.module import Function, load_function
 from ..jit.generator import filled, names_in, render, variables
-from ..kernels.base import LaunchPlan, Strides
+from ..kernels.base import LaunchPlan, Numbers, Strides
 from ..kernels.names import SURE_MISTAKES
 from ..ops import checks
 from ..params import Config, KernelParams
@@ -92,7 +92,7 @@ class CustomPlan(engine.Plan):
     def config(self) -> str:
         return str(self.spec.config)
 
-    def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
+    def launch(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
         """The launch that its function returned. `set_pdl` may switch dependent launch off."""
         found: LaunchPlan = self.spec.launch
         return found if pdl else replace(found, shape=replace(found.shape, pdl=False))

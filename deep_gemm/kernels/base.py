@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from ..arch import SM90, ArchSpec
@@ -15,6 +16,20 @@ from ..spec import Spec
 
 Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 """The strides of each operand by name, in elements, outermost dimension first."""
+
+Numbers: TypeAlias = Mapping[str, float | tuple[int, ...]]
+"""Numbers by name that a launch takes besides sizes and strides, such as alpha."""
+
+NO_NUMBERS: Numbers = MappingProxyType({})
+
+
+def integers(numbers: Numbers, name: str) -> tuple[int, ...]:
+    """Several integers of ``numbers``."""
+    found = numbers[name]
+    if not isinstance(found, tuple):
+        raise TypeError(f"{name} must be a tuple of integers, but it is {found!r}")
+    return found
+
 
 Value: TypeAlias = int | float | Sequence[int] | Map | bytes | None
 
@@ -117,7 +132,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def values(
-        self, params: KernelParams, spec: Any, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: Any, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """The launch shape, and the values of `arguments` by name, without pointers."""
 
@@ -171,13 +186,20 @@ class Kernel(ABC):
         return "\n  ".join(argument.assignment for argument in self.arguments(params))
 
     def launch(
-        self, params: KernelParams, spec: Any, strides: Strides, pdl: bool = False, constant: bool = False
+        self,
+        params: KernelParams,
+        spec: Any,
+        strides: Strides,
+        pdl: bool = False,
+        constant: bool = False,
+        numbers: Numbers = NO_NUMBERS,
     ) -> LaunchPlan:
         """The launch with which the kernel of ``params`` computes ``spec`` on operands with ``strides``.
 
         Args:
             pdl: programmatic dependent launch: the kernel may start before the previous kernel of the stream has ended.
             constant: no kernel that still runs writes the weights (B and its scales).
+            numbers: those of the step; see `runtime.operation.Step`.
         """
-        shape, values = self.values(params, spec, strides, pdl, constant)
+        shape, values = self.values(params, spec, strides, numbers, pdl, constant)
         return LaunchPlan(shape, tuple(argument.pack(values.get(argument.name)) for argument in self.arguments(params)))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..records import record
 from ..spec import AMAX_MIN, Dtype, GemmSpec, Operand, QuantizeSpec, float_bits
-from .base import Argument, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parameters
 from .expressions import MARK, Expression
 
 SWIGLU = "swiglu"
@@ -160,10 +160,10 @@ class Parts:
         vectors = () if self.expression is None else self.expression.arguments
         return (parameters(", ".join(found)) if found else ()) + vectors
 
-    def values(self, strides: Strides) -> Mapping[str, Value]:
-        """The parameters' values, without pointers. The "stride" of alpha is its value. That of a group's FP8 scales is
-        how much further apart they are than its rows."""
-        found: dict[str, Value] = {"alpha": strides["alpha"][0]} if self.alpha else {}
+    def values(self, strides: Strides, numbers: Numbers) -> Mapping[str, Value]:
+        """The parameters' values, without pointers. The stride of a group's FP8 scales is how much further apart they
+        are than its rows."""
+        found: dict[str, Value] = {"alpha": numbers["alpha"]} if self.alpha else {}
         for part in PARTS:
             if getattr(self, part.name):
                 own = strides[part.name]

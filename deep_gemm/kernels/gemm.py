@@ -19,7 +19,7 @@ from ..settings import settings
 from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, ffma_bursts, groups
 from . import gemm_source as source
-from .base import Argument, Kernel, Strides, Value
+from .base import Argument, Kernel, Numbers, Strides, Value
 from .features import Features
 from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
@@ -280,24 +280,25 @@ class GemmFamily(Kernel):
     # ---- a launch
 
     def values(
-        self, params: KernelParams, spec: GemmSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: a, b, d; c if consumers read it; sfa and sfb with scales; and layout with groups. Scales of 1x128
         are (rows, blocks of K) with contiguous rows; scales of rows have one stride.
 
         With groups, matrices of all groups lie one after the other in one tensor map. With "masked", A's scales of all
         groups are the rows of one matrix of (groups x blocks of K, rows of a group). With groups along K, d and c have
-        three strides. FP8 then takes tensor maps of A and B from the operand maps, and the strides of "blocks" are how
-        many blocks of K the scales have. All operands of a batch have three strides; so have a and b that are
-        summed. With heads, the strides of "heads" are the columns of a head of D on the left, in the middle and on the
-        right. An epilogue's tensors are operands of their own."""
+        three strides. FP8 then takes tensor maps of A and B from the operand maps. All operands of a batch have three
+        strides; so have a and b that are summed. An epilogue's tensors are operands of their own.
+
+        Numbers: "alpha", if the epilogue has it; with FP8 in groups along K "blocks", those of K that the scales of A
+        and of B have; with heads "heads", the columns of a head of D on the left, in the middle and on the right."""
         check_whole_pieces(params, spec.n)
         c = params.gemm
         launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
-        ctas, values = launch(self.rules, params, spec, strides, constant and pdl)
+        ctas, values = launch(self.rules, params, spec, strides, numbers, constant and pdl)
         if params.accumulate == "reads" and "c_stride" not in values:
             values["c_stride"] = strides["c"][0]
-        values |= epilogues.parse(params.epilogue).values(strides)
+        values |= epilogues.parse(params.epilogue).values(strides, numbers)
         shape = LaunchShape(
             grid=(ctas, groups.parts(c, spec), 1),
             block=c.num_threads,

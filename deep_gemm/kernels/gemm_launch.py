@@ -11,7 +11,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import GemmConfig, KernelParams
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from . import groups
-from .base import Strides, Value
+from .base import Numbers, Strides, Value, integers
 from .epilogues import parse
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import Raster, divisor, raster
@@ -20,7 +20,7 @@ from .tiles import first_column, last_rows, left, segments
 
 
 def dense(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     """Of one product, with columns left out too, of a batch, or of a sum of several."""
     c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
@@ -56,7 +56,7 @@ def dense(
     }
     columns_of_d = rules.columns_of_d(n)
     if spec.grouping == "heads":
-        left_columns, mid, right_columns = strides["heads"]
+        left_columns, mid, right_columns = integers(numbers, "heads")
         values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
         columns_of_d += spec.groups * mid
     if rules.has_map_d(params):
@@ -106,7 +106,7 @@ def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Stri
 
 
 def along_m(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c, masked = params.gemm, spec.grouping == "masked"
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
@@ -135,12 +135,12 @@ def along_m(
 
 
 def along_k(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, early: bool
+    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c = params.gemm
     values: dict[str, Value] = dict(groups.along_k_values(spec, c, strides, BYTES[spec.a.dtype]))
     if spec.a.dtype == "e4m3":
-        of_a, of_b = strides["blocks"]
+        of_a, of_b = integers(numbers, "blocks")
         values["map_scale_a"] = _scales_map("sfa", spec.m, of_a, c.block_m, strides)
         if params.scaling == "1d1d":
             values["map_scale_b"] = _scales_map("sfb", spec.n, of_b, c.block_n, strides)

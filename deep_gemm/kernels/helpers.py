@@ -21,7 +21,7 @@ from ..spec import (
     align,
     ceil_div,
 )
-from .base import Argument, Kernel, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parameters
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -63,7 +63,7 @@ class Helper(Kernel):
         return {name: getattr(params.config, name) for name in self.constant_names}
 
     def values(
-        self, params: KernelParams, spec: Spec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: Spec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         if not isinstance(spec, self.spec):
             raise TypeError(f"{self.name} was asked for {spec}, but {self.what}")

@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
-from .base import Argument, Kernel, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parameters
 
 TILE = 128
 
@@ -131,7 +131,7 @@ class Quantize(Kernel):
         return parameters(f"{head}u32 band, u32 epsilon, u32 power_of_two{''.join(outputs)}")
 
     def values(
-        self, params: KernelParams, spec: QuantizeSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: QuantizeSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
         its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"; operand

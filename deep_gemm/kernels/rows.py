@@ -13,7 +13,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..records import record
 from ..spec import Dtype, RowsSpec, Spec, ceil_div, float_bits
-from .base import Argument, Kernel, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parameters
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 _TYPES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32", "e4m3": "kTargetE4m3"}
@@ -162,7 +162,7 @@ class Rows(Kernel):
         return parameters(", ".join(found))
 
     def values(
-        self, params: KernelParams, spec: RowsSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: RowsSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: the function's inputs, of which a vector is one row for all; and "out", or "values" and
         "scales"."""

@@ -8,7 +8,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams
 from ..spec import LogitsSpec, Spec
-from .base import Argument, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parameters
 from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsKernel
 
 
@@ -43,7 +43,7 @@ class PromptLogits(LogitsKernel):
         )
 
     def values(
-        self, params: KernelParams, spec: LogitsSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: LogitsSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: q, keys, scales, weights, starts, ends, out."""
         config = self.typed(params)

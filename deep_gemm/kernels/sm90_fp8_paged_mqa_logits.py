@@ -9,7 +9,7 @@ from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams
 from ..spec import Dtype, PagedLogitsSpec, Spec
-from .base import Argument, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parameters
 from .logits import DIMS, HEADS, MAX_ROWS, LogitsConfig, LogitsKernel, tokens_of
 
 
@@ -49,7 +49,7 @@ class PagedLogits(LogitsKernel):
         )
 
     def values(
-        self, params: KernelParams, spec: PagedLogitsSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: PagedLogitsSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: q, cache, weights, lengths, table, schedule, out. A page's scales are behind its keys."""
         config = self.typed(params)

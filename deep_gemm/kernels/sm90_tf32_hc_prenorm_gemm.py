@@ -10,7 +10,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
 from ..records import record
 from ..spec import PrenormSpec, Spec, ceil_div
-from .base import Argument, Kernel, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parameters
 
 BLOCK_K = PrenormSpec.BLOCK_K
 MAX_STAGES = 12
@@ -97,7 +97,7 @@ class Prenorm(Kernel):
         )
 
     def values(
-        self, params: KernelParams, spec: PrenormSpec, strides: Strides, pdl: bool, constant: bool
+        self, params: KernelParams, spec: PrenormSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Operands: a, b, d (splits, M, N), sqr_sum (splits, M)."""
         config = self.typed(params)

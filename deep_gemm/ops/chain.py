@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -174,7 +175,7 @@ class Chain(Operation):
             named = {**names, **own}
             for step in work.steps:
                 places = {kernel: named[place] for kernel, place in step.operands.items()}
-                steps.append(Step(step.spec, step.strides, places))
+                steps.append(replace(step, operands=places))
         used = {place for step in steps for place in step.operands.values()}
         inside = {name: place for name, place in x.inside.items() if name in used}
         return Work(tuple(steps), scratch, inside, x.zeroed)

@@ -265,7 +265,7 @@ class Gemm(Operation):
                 own = x.tensors[part.name]
                 found.strides[part.name] = own.stride() if part.axes == "n" else (_step(own),)
         if x.epilogue != "none":
-            found.strides["alpha"] = (x.alpha,)  # type: ignore[assignment]
+            found.numbers["alpha"] = x.alpha
         if "sfd" in x.tensors:
             *group, row, block = x.tensors["sfd"].stride()
             found.strides["sfd"] = (*(each - x.m * row for each in group), row, block)
@@ -294,7 +294,8 @@ class Gemm(Operation):
             found.operands["memory"] = "memory"
         product, cast = engine.launches(asked, device)
         after = () if cast is None else (found.cast_of_product(cast),)
-        return Work((*found.steps, Step(product, found.strides, found.operands), *after), found.scratch)
+        step = Step(product, found.strides, found.operands, found.numbers)
+        return Work((*found.steps, step, *after), found.scratch)
 
 
 def _step(x: Tensor) -> int:

@@ -163,7 +163,7 @@ class KGrouped(Gemm):
             found.strides["sfb"] = x.tensors["sfb"].stride()
         else:
             found.row_scales("sfb", x.tensors["sfb"])
-        found.strides["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
+        found.numbers["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
         maps = KGroupMapsSpec(x.groups, x.m, x.n, x.k if self.is_padded else 0)
         found.scratch["maps"] = ((maps.bytes,), torch.uint8)
         found.operands["maps"] = "maps"

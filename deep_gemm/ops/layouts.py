@@ -127,11 +127,12 @@ def check_k_major(name: str, x: Tensor, k: str = "K") -> int:
 
 
 class Preparation:
-    """The launches before a GEMM, and the places and strides of its operands after them."""
+    """The launches before a GEMM; the places and strides of its operands after them; and its numbers."""
 
     def __init__(self, operands: dict[str, str]) -> None:
         self.operands = operands
         self.strides: dict[str, tuple[int, ...]] = {}
+        self.numbers: dict[str, float | tuple[int, ...]] = {}
         self.steps: list[Step] = []
         self.scratch: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 

@@ -75,7 +75,7 @@ class SkipHeadMid(Dense):
 
     def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
         assert isinstance(x, HeadOperands)
-        found.strides["heads"] = x.splits
+        found.numbers["heads"] = x.splits
         whole = all(columns % BOX == 0 for columns in (x.splits[0], x.splits[2]))
         return super().place_outputs(found, x) and whole and x.splits[1] * x.tensors["d"].element_size() % 16 == 0
 

@@ -259,7 +259,8 @@ class Replay:
         addresses = {name: places[place] for name, place in step.operands.items()}
         # If a launch before copies or casts the weights, what it makes is not constant, even if the weights are.
         copied = any(step.operands.get(name, name) != name for name in self._weights)
-        return engine.launch(plan, step.strides, addresses, self._stream, self.constant and not copied)
+        constant = self.constant and not copied
+        return engine.launch(plan, step.strides, addresses, self._stream, constant, step.numbers)
 
 
 def entry(*variants: Operation) -> Callable[..., None]:

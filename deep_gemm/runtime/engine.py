@@ -28,7 +28,7 @@ from deep_gemm.jit.driver.module import Function, load_function, primary_context
 from deep_gemm.jit.generator import render
 from deep_gemm.jit.render_key import render_key
 from deep_gemm.kernels import epilogues
-from deep_gemm.kernels.base import Kernel, LaunchPlan, Strides
+from deep_gemm.kernels.base import NO_NUMBERS, Kernel, LaunchPlan, Numbers, Strides
 from deep_gemm.log import say
 from deep_gemm.params import Config, KernelParams
 from deep_gemm.records import record
@@ -80,9 +80,9 @@ class Plan:
         """The kernel's name in profilers."""
         return self.function.symbol
 
-    def launch(self, strides: Strides, pdl: bool, constant: bool) -> LaunchPlan:
+    def launch(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
         """Launch shape and parameters for operands with ``strides``; see `Kernel.launch`."""
-        return self.kernel.launch(self.params, self.spec, strides, pdl, constant)
+        return self.kernel.launch(self.params, self.spec, strides, pdl, constant, numbers)
 
 
 _lock = threading.RLock()
@@ -297,15 +297,22 @@ def _load(params: KernelParams, device: int, builder: Builder) -> tuple[Function
     return load_function(binary.cubin, binary.name, device, shared), binary
 
 
-def launch(plan: Plan, strides: Strides, addresses: Mapping[str, int], stream: int, constant: bool = False) -> Launch:
+def launch(
+    plan: Plan,
+    strides: Strides,
+    addresses: Mapping[str, int],
+    stream: int,
+    constant: bool = False,
+    numbers: Numbers = NO_NUMBERS,
+) -> Launch:
     """The launch record of ``plan`` on operands with ``strides`` at ``addresses``; ``constant`` promises that nothing
-    still running writes the weights.
+    still running writes the weights. ``numbers`` are those of the step.
 
     A GEMM may start before its predecessor has finished, but not on part of a GPU: its waiting CTAs would occupy SMs
     that were left to other work.
     """
     pdl = options.get_pdl() and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
-    made = plan.launch(strides, pdl, constant)
+    made = plan.launch(strides, pdl, constant, numbers)
     with primary_context(plan.device):  # encoding a tensor map needs a context, and this thread may have none yet
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)
 

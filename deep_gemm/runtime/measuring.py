@@ -17,6 +17,7 @@ from torch import Tensor
 from deep_gemm import arch as archs
 from deep_gemm import options
 from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import log, warn_once
 from deep_gemm.params import GemmConfig
@@ -130,14 +131,17 @@ def _times(
     addresses = {name: x.data_ptr() for name, x in places.items()}
     addresses |= {name: addresses[whole] + offset for name, (whole, offset) in work.places.items()}
     stream = engine.raw_stream(device)
+
+    def launch(step: Step, plan: engine.Plan) -> Launch:
+        at = {name: addresses[given] for name, given in step.operands.items()}
+        return engine.launch(plan, step.strides, at, stream, numbers=step.numbers)
+
     for earlier in before:
-        engine.launch(operation.plan(earlier, device), earlier.strides, _addresses(earlier, addresses), stream)()
+        launch(earlier, operation.plan(earlier, device))()
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=place)
 
     def timer(config: GemmConfig) -> Callable[[], float]:
-        plan = engine.forced_plan(spec, config, device)
-        launch = engine.launch(plan, step.strides, _addresses(step, addresses), stream)
-        return Single(launch, flush, tuple(places.values()))
+        return Single(launch(step, engine.forced_plan(spec, config, device)), flush, tuple(places.values()))
 
     timers = {built[0]: timer(built[0])}
     for config in built[1:]:
@@ -146,10 +150,6 @@ def _times(
         except DeepGemmError as error:
             log.debug("%s is not measured: %s", config, error)
     return times_of(timers, built[0], ROUNDS) if len(timers) > 1 else {}
-
-
-def _addresses(step: Step, addresses: Mapping[str, int]) -> dict[str, int]:
-    return {name: addresses[given] for name, given in step.operands.items()}
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.kernels.base import Strides
+from deep_gemm.kernels.base import Numbers, Strides
 from deep_gemm.records import record
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Spec, align
@@ -36,11 +36,12 @@ class Operands(Protocol):
 @record(frozen=True)
 class Step:
     """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call or to scratch
-    memory."""
+    memory. ``numbers`` are what the kernel takes besides sizes and strides, such as alpha."""
 
     spec: Spec
     strides: Strides
     operands: Mapping[str, str]
+    numbers: Numbers = field(default_factory=dict)
 
 
 SCRATCH, SCRATCH_ALIGNMENT = "scratch", 256

@@ -70,13 +70,14 @@ def test_sets_share_activations_and_lie_as_the_form_says(op: str, output: str, a
 def test_ours_is_the_product_and_a_launch_is_what_it_asks_for(
     op: str, output: str, accumulate: bool, gpu: FakeGpu
 ) -> None:
-    """A survey ranks the spec of the call, and launches with its strides and addresses."""
+    """A survey ranks the spec of the call, and launches with its strides, numbers and addresses."""
     shape = problem(op, output, accumulate)
     (x,) = backends.make_operands(shape, 1, "cpu")
     backends.ours(x)()
     (launched,) = gpu.launched
     assert survey.spec_of(shape, 132) == launched.spec
-    assert backends.placed(x, 0) == (launched.strides, launched.at)
+    step, at = backends.placed(x, 0)
+    assert (step.strides, step.numbers, at) == (launched.strides, launched.numbers, launched.at)
 
 
 @pytest.mark.parametrize("op", FP8)
@@ -86,7 +87,8 @@ def test_a_launch_of_fp8_is_what_a_call_asks_for(gpu: FakeGpu, op: str) -> None:
         (x,) = backends.make_operands(shape, 1, "cpu")
         backends.ours(x)()
         assert gpu.launched[-1].spec == survey.spec_of(shape, 132)
-        assert backends.placed(x, 0) == (gpu.launched[-1].strides, gpu.launched[-1].at)
+        step, at = backends.placed(x, 0)
+        assert (step.strides, at) == (gpu.launched[-1].strides, gpu.launched[-1].at)
 
 
 @pytest.mark.parametrize("op", HALF)

@@ -210,7 +210,7 @@ def test_kernels_get_the_parts_as_operands(gpu: FakeGpu) -> None:
         deep_gemm.bf16_gemm_nt(x, y, d, epilogue=Epilogue(bias, "silu", alpha, residual))
         launched = gpu.launched[-1]
         assert launched.spec.epilogue == "alpha+bias:f32+silu+residual"
-        assert launched.strides["alpha"] == (alpha,)
+        assert launched.numbers["alpha"] == alpha
         assert launched.strides["residual"] == (N + 8, 1)
         assert {name: launched.at[name] for name in ("bias", "residual")} == {
             "bias": bias.data_ptr(),

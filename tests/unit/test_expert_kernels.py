@@ -84,7 +84,7 @@ def test_groups_of_few_rows_have_low_tiles_small_boxes_and_early_weights() -> No
         config = select.rank(asked, SM90)[0].config
         kernel = kernels.gemm_family(config.family)
         strides = {"a": (7168, 1), "b": (7168, 1), "d": (4096, 1), "sfa": (1, rows), "sfb": (1792, 56, 1)}
-        _, values = kernel.values(kernel.params(asked, config, SM90), asked, strides, pdl=False, constant=False)
+        _, values = kernel.values(kernel.params(asked, config, SM90), asked, strides, {}, pdl=False, constant=False)
         found[op, expected] = (config.tile[1], values["map_a"].spec.box[1], values["raster"][2], values["evict_first"])
     assert found[FP8[2], 20] == (128, 32, 2, 1)
     assert found[BF16[2], 20][1:3] == (32, 4)

@@ -271,7 +271,7 @@ def test_tiles_cover_the_matrix_and_norms_do_not_depend_on_rows(m: int, other: i
     config = ROWS.config_of(spec)
     assert config in ROWS.configs(SM90)
     strides = dict.fromkeys((*FUNCTIONS[function].inputs, "out"), (n, 1))
-    shape, _ = ROWS.values(ROWS.params(spec, config, SM90), spec, strides, True, False)
+    shape, _ = ROWS.values(ROWS.params(spec, config, SM90), spec, strides, {}, True, False)
     across = 1 if FUNCTIONS[function].reduces else -(-n // config.tile_columns)
     assert shape.grid == (-(-m // config.tile_rows) * across, 1, 1)
     if FUNCTIONS[function].reduces:

@@ -274,7 +274,7 @@ def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_
     m, n = m, 8 * n
     spec = ops.spec(m, n, 4096, num_sms, "k_grouped_bf16_gemm_tn_contiguous", groups=count)
     strides = {"a": (1, 2048), "b": (1, 8 * 1500), "d": (m * n, n, 1), "c": (m * n, n, 1)}
-    launch, values = kernel.values(kernel.params(spec, config, SM90), spec, strides, pdl=False, constant=False)
+    launch, values = kernel.values(kernel.params(spec, config, SM90), spec, strides, {}, pdl=False, constant=False)
     numbers = values["raster"]
     assert isinstance(numbers, list)
     tiles = ceil_div(m, 128) * ceil_div(n, 128)

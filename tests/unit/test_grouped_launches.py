@@ -175,7 +175,7 @@ def test_fp8_groups_along_k_make_maps_first(whole_gpu: None) -> None:
     assert isinstance(gemm.spec, GemmSpec)
     assert (gemm.spec.m, gemm.spec.n, gemm.spec.k, gemm.spec.groups) == (M, N, K, G)
     assert (gemm.operands["maps"], gemm.operands["sfa"]) == ("maps", "sfa transposed")
-    assert (gemm.strides["blocks"], gemm.strides["d"]) == ((2, 2), (M * N, N, 1))
+    assert (gemm.numbers["blocks"], gemm.strides["d"]) == ((2, 2), (M * N, N, 1))
 
 
 def test_bf16_groups_along_k_are_read_as_they_are(whole_gpu: None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chosen import find_config, make_params
 from forced import spec_of
-from house import strides
+from house import numbers, strides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rasters import located
@@ -31,7 +31,7 @@ def launched(
     params: KernelParams, m: int, n: int, k: int, num_sms: int = 132, pdl: bool = False, constant: bool = False
 ) -> tuple[LaunchShape, dict[str, Value]]:
     spec = spec_of(params, m, n, k, num_sms)
-    return kernels.get(params.kernel).values(params, spec, strides(spec), pdl, constant)  # type: ignore[return-value]
+    return kernels.get(params.kernel).values(params, spec, strides(spec), numbers(spec), pdl, constant)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("family", DENSE, ids=lambda family: family.name)

@@ -130,7 +130,7 @@ def test_dependent_launch_is_on_at_first_and_never_on_part_of_a_gpu(monkeypatch:
     """A kernel that waits for its predecessor would hold SMs that set_num_sms leaves to others."""
     asked: list[bool] = []
 
-    def launched(strides: Any, pdl: bool, constant: bool) -> Any:
+    def launched(strides: Any, pdl: bool, constant: bool, numbers: Any) -> Any:
         asked.append(pdl)
         return SimpleNamespace(shape=None, parameters=())
 

@@ -73,8 +73,10 @@ class Timers:
             raise DriverError("it does not load")
         return SimpleNamespace(spec=spec, config=config)
 
-    def launch(self, plan: Any, strides: Any, at: Mapping[str, int], stream: int, constant: bool = False) -> FakeLaunch:
-        made = self._launch(plan, strides, at, stream, constant)
+    def launch(
+        self, plan: Any, strides: Any, at: Mapping[str, int], stream: int, constant: bool = False, numbers: Any = None
+    ) -> FakeLaunch:
+        made = self._launch(plan, strides, at, stream, constant, numbers)
         if isinstance(plan.config, GemmConfig):
             assert not constant
             self._forced[id(made)] = plan.config

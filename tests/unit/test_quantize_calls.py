@@ -332,7 +332,7 @@ def test_the_config_of_a_cast(
 def test_grids_are_legal_and_cover_the_matrix(rows: int, columns: int, config: TileConfig) -> None:
     spec = QuantizeSpec(rows, columns, "bf16", "row", "none")
     strides = {"x": (columns, 1), "values": (columns, 1), "scales": (1, rows)}
-    shape, values = QUANTIZE.values(QUANTIZE.params(spec, config, SM90), spec, strides, True, False)
+    shape, values = QUANTIZE.values(QUANTIZE.params(spec, config, SM90), spec, strides, {}, True, False)
     width, height, depth = shape.grid
     assert depth == 1
     assert height <= 65535

@@ -275,7 +275,7 @@ def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
     spec = ops.spec(70, n, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True)
     for config in HALF_GATED.configs(SM90):
         params = HALF_GATED.params(spec, config, SM90)
-        strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1), "alpha": (1.0,)}
+        strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1)}
         maps = [
             each for each in HALF_GATED.launch(params, spec, strides, False, False).parameters if isinstance(each, Map)
         ]  # type: ignore[arg-type]

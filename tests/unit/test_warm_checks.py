@@ -30,7 +30,7 @@ def gpu(own: CustomGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(
         calls.engine,
         "launch",
-        lambda plan, *others: (real if hasattr(plan, "params") else fake)(plan, *others),
+        lambda plan, *others, **named: (real if hasattr(plan, "params") else fake)(plan, *others, **named),
     )
     monkeypatch.setattr(options, "num_sms_for", lambda device: options.current().num_sms or 132)
     monkeypatch.setattr(options, "_device_limit", lambda: 132)
@@ -60,7 +60,7 @@ def told(gpu: FakeGpu, own: CustomGpu, kind: Kind, tensors: Tensors, **changed: 
         assert len(own.compiler.calls) == sources
         text = re.sub("0x[0-9a-f]+", "ADDRESS", f"{type(error).__name__}: {error}")
         return Told(error=text)
-    seen = [(x.kernel, x.spec, x.strides, tuple(x.at)) for x in gpu.launched]
+    seen = [(x.kernel, x.spec, x.strides, dict(x.numbers), tuple(x.at)) for x in gpu.launched]
     return Told((*seen, *((ran.grid, ran.block) for ran in own.ran)))
 
 
