@@ -74,7 +74,7 @@ def _from_names(names: list[str], config: Mapping[str, Any], tp: int, ep: int, o
     """The layers of the config. Quantised weights of the index that it does not explain are problems."""
     found, listed = model.plan(config, tp, ep, op), set(names)
     weights = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-    quantised = {base for base in weights if any(f"{base}.{scale}" in listed for scale in scales.NAMES)}
+    quantised = {base for base in weights if scales.name_of(listed, f"{base}.")}
     has = {part for layer in found.layers for part in _parts_of(layer.name)}
     strange = {_general(name) for name in quantised if name.rpartition(".")[2] not in has and not _is_expert(name)}
     problems = [f"{name} is in the index, and the config does not say how large it is." for name in sorted(strange)]

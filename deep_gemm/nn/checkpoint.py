@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deep_gemm.aot import headers
+from deep_gemm.aot import headers, scales
+from deep_gemm.aot.headers import Stored
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.log import counted
+from deep_gemm.nn import stored
 from deep_gemm.nn.weights import FP8Weights
+from deep_gemm.ops.layouts import TMA_BYTES
 
 SCALE = "weight_scale_inv"
 
@@ -25,8 +28,8 @@ def load_checkpoint(
     """Load a checkpoint into ``model``: a safetensors file, an index of several, or a directory that holds either.
 
     Files are read one after the other, so that host memory holds one at a time. An `FP8Linear` takes FP8 weights with
-    ``weight_scale_inv`` and weights of 16 or 32 bits; see there. Parameters on the meta device become what the files
-    hold, on the CPU; others are written in place.
+    their scales and weights of 16 or 32 bits; see there. It scales its inputs itself, and does not read
+    ``input_scale``. Parameters on the meta device become what the files hold, on the CPU; others are written in place.
 
     Args:
         strict: names that the model lacks, or that the files lack, are an error. Tied parameters need one name only,
@@ -35,7 +38,8 @@ def load_checkpoint(
 
     Returns the names that are missing in the files, and those that the model does not have.
 
-    Raises InvalidInputError, which names the tensors; UnsupportedError if the package safetensors is not installed.
+    Raises InvalidInputError, which names the tensors: also without ``strict`` for quantised values that the model would
+    take for other numbers. UnsupportedError if the package safetensors is not installed.
 
     >>> from safetensors.torch import save_file
     >>> save_file({"weight": torch.ones(32, 64), "bias": torch.ones(32)}, "layer.safetensors")
@@ -56,27 +60,26 @@ def load_checkpoint(
     if not files or not all((directory / file).is_file() for file in files):
         absent = [file for file in files if not (directory / file).is_file()]
         raise InvalidInputError(f"{path} has no {absent[0] if absent else 'safetensors file'}: give the path of one.")
-    places, modules, scaled = dict[str, str](), dict(model.named_modules()), set[str]()
+    places, found = dict[str, str](), dict[str, Stored]()
     for file in files:
-        for name, found in headers.header(directory / file).items():
-            places[name] = file
-            if found.dtype == "F8_E4M3":
-                scaled.add(f"{name}_scale_inv")
-            _check_dtype(path, name, found.dtype, modules)
+        own = headers.header(directory / file)
+        places |= dict.fromkeys(own, file)
+        found |= own
+    modules = dict(model.named_modules(remove_duplicate=False))
     wanted = model.state_dict(keep_vars=True)
-    unknown = tuple(sorted(name for name in places if name not in wanted and not _is_read(name, modules)))
-    held = {id(wanted[name]) for name in places if name in wanted}
-    missing = tuple(
-        name
-        for name, tensor in wanted.items()
-        if id(tensor) not in held
-        and (name in scaled or not (name.endswith(SCALE) and name.removesuffix("_scale_inv") in places))
-    )
+    beside = _beside(path, modules, found)
+    _check_dtypes(path, modules, wanted, found)
+    loaded = [name for name in wanted if name in places or _is_made(name, modules, places)]
+    held = {id(wanted[name]) for name in loaded}
+    missing = tuple(name for name, tensor in wanted.items() if id(tensor) not in held)
+    unknown = tuple(sorted(name for name in places if name not in wanted and name not in beside))
     if strict and (unknown or missing):
         sides = (missing, "not in the checkpoint"), (unknown, "not in the model")
         told = [f"{counted(len(names), 'tensor')} {where}, such as {names[0]}" for names, where in sides if names]
         raise InvalidInputError(f"{path} does not fit the model: {'; '.join(told)}. strict=False loads the rest.")
-    for names in _in_steps(places, files, progress):
+    for name in unknown:
+        del places[name]
+    for names in _in_steps(places, beside, files, progress):
         groups: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
         for name, tensor in _read(directory, {name: places[name] for name in names}):
             module, _, own = name.rpartition(".")
@@ -84,32 +87,56 @@ def load_checkpoint(
         for module, tensors in groups.items():
             if module in modules:
                 _load(modules[module], module, tensors)
-    _tie(modules, wanted, places)
+    _tie(modules, wanted, loaded)
     return missing, unknown
 
 
-def _check_dtype(path: Path, name: str, dtype: str, modules: dict[str, nn.Module]) -> None:
-    """Refuse FP8 values for a module that would take them without their scales."""
-    module = modules.get(name.rpartition(".")[0])
-    if dtype == "F8_E4M3" and module is not None and not isinstance(module, FP8Weights):
+def _beside(path: Path, modules: dict[str, nn.Module], found: dict[str, Stored]) -> dict[str, str]:
+    """The tensors that FP8 layers read beside their weights, with the names of these. A layer scales its activations
+    itself, so that it needs no scales of theirs."""
+    read: dict[str, str] = {}
+    for module, layer in modules.items():
+        if isinstance(layer, FP8Weights):
+            prefix = f"{module}." if module else ""
+            if wrong := stored.why_not(prefix, found):
+                raise InvalidInputError(f"{path} does not fit the model: {wrong}")
+            names = scales.name_of(found, prefix), f"{prefix}{scales.OF_INPUTS}"
+            read |= {name: f"{prefix}weight" for name in names if name in found}
+    return read
+
+
+def _check_dtypes(path: Path, modules: dict[str, nn.Module], wanted: dict[str, Any], found: dict[str, Stored]) -> None:
+    """Refuse quantised values where their numbers would be taken for those of 16 or 32 bits."""
+    for name, tensor in wanted.items():
+        module, _, own = name.rpartition(".")
+        layer = modules.get(module)
+        if name not in found or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            continue
+        dtype = found[name].dtype
+        read = isinstance(layer, FP8Weights) and own in ("weight", SCALE)
+        if read or dtype in headers.WIDE or dtype == stored.NAMES.get(tensor.dtype):
+            continue
+        kind = "FP8" if dtype.startswith("F8") else dtype
+        advice = "Dequantise it first, and save it in 16 bits."
+        if isinstance(layer, nn.Linear):
+            advice = "Call deep_gemm.nn.convert(model) first, with a filter that takes this layer."
         raise InvalidInputError(
-            f"{name} of {path} is FP8, but the model has a {type(module).__name__} there, which has no scales. Call "
-            "deep_gemm.nn.convert(model) first, with a filter that takes this layer."
+            f"{name} of {path} is {kind}, but the model has a {type(layer).__name__} there, which has no scales. "
+            + advice
         )
 
 
-def _is_read(name: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether a layer reads scales that it does not keep: one in training mode."""
+def _is_made(name: str, modules: dict[str, nn.Module], places: dict[str, str]) -> bool:
+    """Whether it is the scales that an FP8 layer makes or reads when it loads its weight."""
     module, _, own = name.rpartition(".")
-    return own == SCALE and isinstance(modules.get(module), FP8Weights)
+    return own == SCALE and isinstance(modules.get(module), FP8Weights) and name.removesuffix("_scale_inv") in places
 
 
-def _in_steps(places: dict[str, str], files: list[str], progress: bool) -> Iterator[list[str]]:
+def _in_steps(places: dict[str, str], beside: dict[str, str], files: list[str], progress: bool) -> Iterator[list[str]]:
     """The names to load with each file: its own, and the scales of its weights, whichever file these are in."""
     steps: dict[str, list[str]] = {file: [] for file in files}
     for name, file in places.items():
-        weight = name.removesuffix("_scale_inv")
-        steps[places.get(weight, file) if name.endswith(f".{SCALE}") else file].append(name)
+        steps[places.get(beside.get(name, name), file)].append(name)
     for file in _shown(files, progress):
         yield steps[file]
 
@@ -135,7 +162,9 @@ def _read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor
     for file in sorted(set(places.values())):
         with safe_open(directory / file, framework="pt") as opened:
             for name in (name for name, place in places.items() if place == file):
-                yield name, opened.get_tensor(name)
+                tensor = opened.get_tensor(name)
+                # A file is mapped, and may begin a tensor anywhere.
+                yield name, tensor if tensor.data_ptr() % TMA_BYTES == 0 else tensor.clone()
 
 
 def _load(module: nn.Module, name: str, tensors: dict[str, Tensor]) -> None:
@@ -147,9 +176,9 @@ def _load(module: nn.Module, name: str, tensors: dict[str, Tensor]) -> None:
         raise InvalidInputError(f"The checkpoint does not fit {name}: {error}") from error
 
 
-def _tie(modules: dict[str, nn.Module], before: dict[str, Any], places: dict[str, str]) -> None:
-    """Parameters that were one object are one again: those on the meta device were replaced where a file names them."""
-    now = {id(before[name]): name for name in places if name in before}
+def _tie(modules: dict[str, nn.Module], before: dict[str, Any], loaded: list[str]) -> None:
+    """Parameters that were one object are one again: those on the meta device were replaced where they were loaded."""
+    now = {id(before[name]): name for name in loaded}
     for name, parameter in before.items():
         other = now.get(id(parameter))
         if other not in (None, name):

@@ -101,6 +101,10 @@ class FP8Linear(Linear, FP8Weights):
 
     In inference mode ``state_dict()`` has DeepSeek's names and layout: ``weight``, ``weight_scale_inv``, ``bias``. In
     training mode it is that of `torch.nn.Linear`. A layer loads either: it casts, or multiplies values by their scales.
+    It also loads E4M3 with scales that are called ``weight_scale``, ``scale`` or ``scale_inv``, of blocks, of rows or
+    one for the tensor, as compressed-tensors, ModelOpt and DeepSeek-V4 store them. In inference mode values are cast
+    again, which rounds once more, unless 128 x 128 blocks can have these scales. Values without scales, scales without
+    values and other dtypes are an InvalidInputError.
 
     Raises InvalidInputError, which names the argument.
 

@@ -199,8 +199,8 @@ class FP8Weights(Divisible):
         return {**self.__dict__, "_cast": None}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        if tuple(getattr(state_dict.get(f"{prefix}weight"), "shape", ())) == tuple(self.weight.shape):
-            # Otherwise torch says what is missing, or of another shape.
+        weight = state_dict.get(f"{prefix}weight")
+        if not isinstance(weight, Tensor) or weight.shape == self.weight.shape:  # else torch says what it should be
             stored.adapt(state_dict, prefix, self.mode, self.weight.dtype)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -179,11 +179,11 @@ SCALES: list[tuple[Tensors, str]] = [
     ({"weight_scale": ("F32", (1, 1)), "input_scale": ("F32", (1,))}, ROWWISE),
     ({"weight_scale": ("F32", (4, 1, 2, 1))}, FP8),
     ({"weight_scale": ("F32", (512,))}, ROWWISE), ({"weight_scale": ("F32", (4, 2))}, FP8),
-    ({"scale": ("F8_E8M0", (4, 2))}, FP8),
+    ({"scale": ("F8_E8M0", (4, 2))}, FP8), ({"weight_scale": ("F32", (4, 1, 2, 1))}, FP8),
 ]
 E4M3: Tensors = {"a.o_proj.weight": ("F8_E4M3", (512, 256))}
 OTHERS: list[tuple[Tensors, str]] = [
-    (fp8("a.o_proj", 512, 512, 64), "64 x 64 blocks"),
+    (fp8("a.o_proj", 512, 512, 64), "64 x 64 blocks"), (fp8("a.o_proj", 64, 1024, 32), "32 x 32 blocks"),
     (E4M3 | {"a.o_proj.weight_scale": ("U8", (512, 8))}, "scales are U8"),
     (E4M3 | {"a.o_proj.weight_scale": ("F32", (512, 8))}, "not per 128 x 128"), (E4M3, "no scales"),
     (wide("a.o_proj 512x256", "F8_E5M2"), "F8_E5M2"),

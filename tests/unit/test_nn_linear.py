@@ -217,7 +217,7 @@ def test_each_mode_loads_what_the_other_saves() -> None:
     on_meta = FP8Linear(IN, OUT, mode="inference", device="meta")
     on_meta.load_state_dict(stored.state_dict(), assign=True)
     assert all(map(torch.equal, bits(on_meta), bits(stored)))
-    with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale_inv"):
+    with pytest.raises(InvalidInputError, match=r"weight is E4M3, and the scales .* are not beside it"):
         loaded.load_state_dict({"weight": stored.weight, "bias": stored.bias})
     with pytest.raises(RuntimeError, match="size mismatch for weight"):
         loaded.load_state_dict(torch.nn.Linear(IN, OUT + 16).state_dict())
@@ -254,7 +254,7 @@ def nested(width: int) -> Tensor:
         (lambda: FP8Linear(64, 64)(torch.zeros(2, 64).double()), "x must be one of torch.bfloat16"),
         (lambda: FP8Linear(64, 64, bias=False).double()(torch.zeros(2, 64)), "weight must be one of torch.bfloat16"),
         (lambda: FP8Linear(64, 64, mode="inference").requires_grad_()(torch.zeros(2, 64)), "weight requires grad, but"),
-        (lambda: FP8Linear(64, 64).load_state_dict({"weight": torch.zeros(64, 64).to(E4M3)}), "no weight_scale_inv"),
+        (lambda: FP8Linear(64, 64).load_state_dict({"weight": torch.zeros(64, 64).to(E4M3)}), "are not beside it"),
     ],
 )
 def test_what_is_wrong_is_said(wrong: Callable[[], Any], message: str) -> None:
