@@ -62,9 +62,9 @@ def load_checkpoint(
         raise InvalidInputError(f"{path} has no {absent[0] if absent else 'safetensors file'}: give the path of one.")
     places, found = dict[str, str](), dict[str, Stored]()
     for file in files:
-        own = headers.header(directory / file)
-        places |= dict.fromkeys(own, file)
-        found |= own
+        inside = headers.header(directory / file)
+        places |= dict.fromkeys(inside, file)
+        found |= inside
     modules = dict(model.named_modules(remove_duplicate=False))
     wanted = model.state_dict(keep_vars=True)
     beside = _beside(path, modules, found)
