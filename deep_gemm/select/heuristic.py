@@ -7,7 +7,7 @@ keeps changing, ranks rarely.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 
 from .. import kernels
@@ -117,10 +117,10 @@ def order(
     spec: GemmSpec,
     configs: list[GemmConfig],
     calibration: Calibration,
-    corrected: Callable[[GemmConfig, float], float] | None = None,
+    measured: Mapping[GemmConfig, float] | None = None,
 ) -> list[Choice]:
-    """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``corrected`` takes a
-    config and the model's time of a single call, in us, and returns the time to use."""
+    """``configs``, each of which must be able to run ``spec``, the fastest by the model first. ``measured`` are times
+    of single calls, in us, to use in place of the model's."""
     if not configs:
         return []
     known, sustained, streamed = speed(spec, calibration), sustains(spec), streams(spec)
@@ -128,8 +128,7 @@ def order(
 
     def key(config: GemmConfig) -> tuple[float, int]:
         x = features_of[config.family](spec, config)
-        us = parts(x, known)["total"]
-        us = us if corrected is None else corrected(config, us)
+        us = parts(x, known)["total"] if measured is None else measured[config]
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)
             us = (max(0.0, us - known.launch_us) ** SHARPNESS + drawn**SHARPNESS) ** (1 / SHARPNESS)

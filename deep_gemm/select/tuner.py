@@ -2,7 +2,7 @@
 
 The model prunes (`worth_measuring`), and `deep_gemm.runtime.measuring` measures. Times are kept in the cache directory,
 by GPU model and spec, until device code changes. Specs with the same `ranked_as` share them. Where a spec has no times,
-those of other shapes correct the model (`learned`), if that helps.
+the model decides.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from ..arch import ArchSpec
-from ..errors import UnsupportedError
 from ..jit.builder import default_builder
 from ..jit.cache import notes
 from ..jit.cache.disk import TUNED, DiskCache
@@ -24,8 +22,6 @@ from ..params import GemmConfig
 from ..spec import GemmSpec, Operand
 from .calibration import Calibration
 from .heuristic import Choice, candidates, legal, order, ranked_as
-from .learned import Corrections, Timed
-from .model import features, parts, speed
 
 TOP = 8
 """How many configs of the serving set are measured; docs/tuning.md has the quality of 1, 3, 5 and 8."""
@@ -49,9 +45,7 @@ class Store:
     def __init__(self, device: str, disk: DiskCache | None) -> None:
         self.device, self._disk = device, disk
         self._folders = (TUNED, _folder(device), device_code())
-        self._records: dict[str, Record] | None = None
         self._own: dict[str, Record] = {}
-        self._learned: dict[tuple[Any, ...], Corrections[GemmConfig] | None] = {}
 
     def get(self, spec: GemmSpec) -> Record | None:
         """The record of a spec that `ranked_as` returned."""
@@ -65,18 +59,9 @@ class Store:
         """Keep a record in this process, and on disk if possible."""
         key = self._key(record.spec)
         self._own = {**self._own, key: record}
-        self._learned = {}
         if self._disk is not None:
             body = {"format": FORMAT, "spec": asdict(record.spec), "times": dict(record.times)}
             notes.put(self._disk, self._folders, key, json.dumps(body), replace=True)
-
-    def records(self) -> list[Record]:
-        """All records. The disk is read once: what other processes measure later counts for its own spec only."""
-        if self._records is None:
-            found = notes.every(self._disk, self._folders) if self._disk is not None else ()
-            decoded = {key: self._decoded(key, text) for key, text in found}
-            self._records = {key: record for key, record in decoded.items() if record is not None}
-        return list({**self._records, **self._own}.values())
 
     def times(self, spec: GemmSpec, *offered: Callable[[], list[GemmConfig]]) -> dict[GemmConfig, float]:
         """The measured times of configs, of the first list in ``offered`` that has the fastest of all. None counts if
@@ -90,15 +75,6 @@ class Store:
                     return {known[name]: us for name, us in record.times.items() if name in known}
         return {}
 
-    def corrections(self, spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> Corrections[GemmConfig] | None:
-        """What was learned from specs that differ in sizes only; None if it does not help."""
-        key = (kind := _kind(spec), arch, calibration)
-        if key not in self._learned:
-            seen = [timed(each, arch, calibration) for each in self.records() if _kind(each.spec) == kind]
-            found = Corrections([each for each in seen if each is not None])
-            self._learned[key] = found if found.help() else None
-        return self._learned[key]
-
     def _key(self, spec: GemmSpec) -> str:
         return digest(["deep_gemm tuned", FORMAT, self.device, asdict(spec)])
 
@@ -110,7 +86,7 @@ class Store:
             spec |= {name: Operand(**spec[name]) for name in ("a", "b", "d")}
             spec["block_multiple"] = tuple(spec["block_multiple"])
             record = Record(GemmSpec(**spec), {str(name): float(us) for name, us in times.items()})
-            sound = record.times and all(0 < us < math.inf for us in record.times.values()) and _has_sizes(record.spec)
+            sound = record.times and all(0 < us < math.inf for us in record.times.values())
             return record if sound and body["format"] == FORMAT and self._key(record.spec) == key else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
@@ -118,13 +94,11 @@ class Store:
 
 def rank(spec: GemmSpec, arch: ArchSpec, calibration: Calibration, device: str) -> list[Choice]:
     """As `select.rank`, on the GPU model ``device``: first the configs that were measured, then the others."""
-    asked, store = ranked_as(spec), store_of(device)
+    asked = ranked_as(spec)
     configs = candidates(asked, arch)
-    times = store.times(asked, lambda: configs, lambda: legal(asked, arch))
-    measured = order(asked, list(times), calibration, lambda config, us: times[config])
-    learned = None if times else store.corrections(asked, arch, calibration)
-    corrected = None if learned is None else learned.at(_point(asked))
-    rest = order(asked, [config for config in configs if config not in times], calibration, corrected)
+    times = store_of(device).times(asked, lambda: configs, lambda: legal(asked, arch))
+    measured = order(asked, list(times), calibration, times)
+    rest = order(asked, [config for config in configs if config not in times], calibration)
     return [replace(choice, measured_us=times[choice.config]) for choice in measured] + rest
 
 
@@ -168,34 +142,3 @@ def label(config: GemmConfig) -> str:
 
 def _folder(device: str) -> str:
     return device.replace("/", "_")
-
-
-def _has_sizes(spec: GemmSpec) -> bool:
-    """Whether the sizes of a spec, by which records are compared, are numbers that calls can have."""
-    sizes = (spec.m, spec.n, spec.k, spec.expected_m)
-    return all(type(size) is int and 0 <= size < 1 << 31 for size in sizes) and 0 not in sizes[:2]
-
-
-def _kind(spec: GemmSpec) -> GemmSpec:
-    """What a spec has in common with those that its config can be learned from: all but its sizes."""
-    return replace(spec, m=1, n=1, k=1, expected_m=min(spec.expected_m, 1))
-
-
-def _point(spec: GemmSpec) -> tuple[float, ...]:
-    return math.log2(spec.m), math.log2(spec.n), math.log2(max(spec.k, 1))
-
-
-def timed(record: Record, arch: ArchSpec, calibration: Calibration) -> Timed[GemmConfig] | None:
-    """What can be learned from a record: times of configs that calls choose among now; None if there are none."""
-    try:
-        known = {label(config): config for config in candidates(record.spec, arch)}
-    except UnsupportedError:
-        return None
-    configs = {known[name]: us for name, us in record.times.items() if name in known}
-    if not configs:
-        return None
-
-    def modelled(config: GemmConfig) -> float:
-        return float(parts(features(record.spec, config), speed(record.spec, calibration))["total"])
-
-    return Timed(_point(record.spec), {config: (us, modelled(config)) for config, us in configs.items()})

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from deep_gemm.jit.cache.disk import RENDERED, TEMPORARY, DiskCache
 from deep_gemm.jit.cache.files import Folder
@@ -25,15 +25,6 @@ def get(disk: DiskCache, folders: Sequence[str], key: str) -> str | None:
         with contextlib.suppress(OSError, ValueError), disk.open() as root, root.below(folders) as folder:
             return _read(folder, key)
     return None
-
-
-def every(disk: DiskCache, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The key and the text of each sound file in the folder, by key."""
-    with contextlib.suppress(OSError), disk.open() as root, root.below(folders) as folder:
-        for key in sorted(filter(_KEY.fullmatch, os.listdir(folder.fd))):
-            with contextlib.suppress(OSError, ValueError):
-                if (text := _read(folder, key)) is not None:
-                    yield key, text
 
 
 def names(disk: DiskCache, folders: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Surveys for the tuner: what they say of measured and learned choices, and `deep-gemm tune`."""
+"""Surveys for the tuner: what they say of measured choices, and `deep-gemm tune`."""
 
 from __future__ import annotations
 
@@ -35,26 +35,18 @@ def _own_cache(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> list[tuned.Shape]:
-    """Of every other row, which is enough for the order of the ways; docs/tuning.md has all."""
+    """Of every other row, which is enough for the order; docs/tuning.md has all."""
     path = tmp_path_factory.mktemp("survey") / "rows.jsonl"
     path.write_text(pack.pack([row for row in survey.load([HALF]) if row["mode"] == "flush"][::2]))
     return tuned.shapes_of(path)
 
 
-def test_on_held_out_shapes_learning_beats_the_model_of_fp8() -> None:
-    model, few, learned = tuned.judge(tuned.shapes_of(RESULTS / "survey-h100.jsonl"), seeds=2).values()
-    assert min(geometric_mean(learned[1]), geometric_mean(few[1])) > geometric_mean(model[1])
-
-
-def test_on_held_out_shapes_measuring_beats_the_model_and_learning(shapes: list[tuned.Shape]) -> None:
-    """The numbers of docs/tuning.md: 0.985 is what the tuner must reach. Learning neither gains nor loses here."""
-    model, few, learned = tuned.judge(shapes).values()
-    found = {top: geometric_mean(model[top]) for top in tuned.TOPS}
+def test_measuring_beats_the_model(shapes: list[tuned.Shape]) -> None:
+    """The numbers of docs/tuning.md: 0.985 is what the tuner must reach."""
+    found = {top: geometric_mean(values) for top, values in tuned.judge(shapes).items()}
     assert sorted(found.values()) == list(found.values())
     assert found[tuned.ALL] > 0.985 > found[1]
-    for top in tuned.TOPS:
-        assert min(geometric_mean(learned[top]), geometric_mean(few[top])) > found[top] - 0.001
-    noisy = tuned.judge(shapes, noise=0.02)["model"]
+    noisy = tuned.judge(shapes, noise=0.02)
     assert found[1] < geometric_mean(noisy[tuned.ALL]) < found[tuned.ALL]
 
 
@@ -91,8 +83,8 @@ def test_what_a_first_look_found_slow_counts_as_slow_and_what_was_disturbed_does
 
 def test_the_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.jsonl", *(row(m) for m in range(8, 200, 8)))
-    assert tuned.main([str(path), "--seeds", "1"]) == 0
-    assert "| model | 0.9000 (0.90) | 1.0000 (1.00) |" in capsys.readouterr().out
+    assert tuned.main([str(path)]) == 0
+    assert "rows.jsonl, 24 rows | 0.9000 (0.90) | 1.0000 (1.00) |" in capsys.readouterr().out
 
 
 def tune(*arguments: str) -> Any:

@@ -138,7 +138,6 @@ def test_every_damaged_file_is_passed_by_and_replaced(cache_dir: Path) -> None:
             path.write_bytes(damaged)
             forget()
             assert ranked() == modelled(), at
-    assert tuner.store_of(DEVICE).records() == []
     measure()
     forget()
     assert ranked()[0] == chosen
@@ -188,7 +187,6 @@ def test_a_text_that_is_no_record_is_passed_by_though_its_checksum_holds(cache_d
     assert notes.put(disk, store._folders, key, json.dumps(body), replace=True)
     forget()
     assert ranked() == modelled()
-    assert tuner.store_of(DEVICE).records() == []
 
 
 def test_a_file_under_another_name_is_passed_by(cache_dir: Path) -> None:
@@ -197,7 +195,6 @@ def test_a_file_under_another_name_is_passed_by(cache_dir: Path) -> None:
     path.rename(path.with_name("0" * 40))
     forget()
     assert ranked() == modelled()
-    assert tuner.store_of(DEVICE).records() == []
 
 
 @pytest.mark.parametrize("level", ["file", "folder", "root"])
@@ -244,24 +241,12 @@ def test_clearing_the_cache_clears_the_times(cache_dir: Path) -> None:
     assert ranked() == modelled()
 
 
-def test_shapes_without_times_are_ranked_by_what_others_taught(cache_dir: Path) -> None:
-    """A config is twice as fast as the model says, at every shape that was measured: so it is at the next."""
-    sizes = [(m, 4096, k) for m in (8, 16, 32, 64, 128) for k in (2048, 4096)]
-    fast = modelled(ops.spec(64, 4096, 3072, 132))[6]
-    for size in sizes:
-        spec = ops.spec(*size, 132)
-        choices = select.rank(spec, SM90)
-        times = {choice.config: choice.estimate.total_us for choice in choices if choice in choices[:6]}
-        times |= {choice.config: choice.estimate.total_us / 2 for choice in choices if choice.config == fast}
-        tuner.remember(spec, times, DEVICE)
-    forget()
-    near, far = ops.spec(64, 4096, 3072, 132), ops.spec(8192, 128, 16384, 132)
-    assert ranked(near)[0] == fast
-    assert not tuner.rank(near, SM90, default(), DEVICE)[0].measured_us
-    assert ranked(far) == modelled(far)
-    # Another kind of spec learns nothing from these.
-    other = SPECS["bf16_gemm_nt"]
-    assert ranked(other) == modelled(other)
+def test_shapes_without_times_are_ranked_by_the_model(cache_dir: Path) -> None:
+    """However many of the same kind were measured near them."""
+    for m in range(32, 200, 8):
+        measure(ops.spec(m, 4096, 3072, 132))
+    near = ops.spec(64, 4096, 3200, 132)
+    assert ranked(near) == modelled(near)
 
 
 def test_kernels_of_remembered_choices_are_compiled_ahead_if_they_will_be_used() -> None:
