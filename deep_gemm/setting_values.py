@@ -93,9 +93,13 @@ def parse_fallback(value: object) -> tuple[str, ...]:
     return ways
 
 
+TRACE = ".trace.json"
+"""The ending of a chrome trace's name, which is no report."""
+
+
 def parse_monitor(value: object) -> Path | None:
     path = None if str(value).strip().lower() == "off" else parse_path(value)
-    if path is not None and path.suffix not in (".json", ".prom"):
+    if path is not None and (path.suffix not in (".json", ".prom") or path.name.endswith(TRACE)):
         raise ValueError
     return path
 

@@ -183,9 +183,9 @@ class Settings:
         "path",
         parse_monitor,
         None,
-        '"off", or a path that ends in .json, .prom or .trace.json',
-        "A file that is written at exit with counts and times of all calls: a report (.json), Prometheus' text (.prom) "
-        "or a chrome trace (.trace.json). %p in it becomes the process's id.",
+        '"off", or a path that ends in .json or .prom, and not in .trace.json (use nsys and DG_NVTX)',
+        "A file that is written at exit with counts and times of all calls: a report (.json) or Prometheus' text "
+        "(.prom). %p in it becomes the process's id.",
     )
     monitor_every: Setting[int] = Setting(
         "DG_MONITOR_EVERY", "number", parse_count, 16, "a positive integer", "DG_MONITOR times one of so many calls."

@@ -1,4 +1,4 @@
-"""Implementations of one operation side by side: ours, cuBLASLt, Triton, TileLang, DeepGEMM and torch.
+"""Implementations of one operation side by side: ours, cuBLASLt, Triton, DeepGEMM and torch.
 
 `get_kernel(backend, op)` returns one of them; its operands are those of our own function. `of(op)` lists them.
 `compare` runs them on the same operands, checks them against float64 and times them. A backend, a kernel or an

@@ -72,16 +72,6 @@ class Triton(Backend):
 
 
 @backend
-class TileLang(Backend):
-    """Kernels in TileLang."""
-
-    name = "tilelang"
-    requires = "tilelang"
-    install = "pip install tilelang"
-    modules = ("deep_gemm.backends.tilelang_gemm",)
-
-
-@backend
 class Torch(Backend):
     """The reference: plain torch, on any device. GEMMs accumulate in float64."""
 

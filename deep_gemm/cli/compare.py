@@ -42,7 +42,6 @@ class Sizes(click.ParamType):
 @click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush")
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
 @click.option("--deepgemm", type=PATH, help="A directory that DeepGEMM was installed into.")
-@click.option("--html", type=FILE, help="Write one self-contained page.")
 @click.option("--trace", type=FILE, help="Write chrome traces NAME-<operation>-<shape>.json.")
 @json_option
 def command(
@@ -52,11 +51,10 @@ def command(
     mode: str,
     device: str | None,
     deepgemm: Path | None,
-    html: Path | None,
     trace: Path | None,
     as_json: bool,
 ) -> None:
-    """Run every implementation of OP on the same operands: ours, cuBLASLt, Triton, TileLang, DeepGEMM, torch.
+    """Run every implementation of OP on the same operands: ours, cuBLASLt, Triton, DeepGEMM, torch, plugins' ones.
 
     Each is checked against float64, and those that are right are timed in turns. Without OP: what there is.
 
@@ -99,17 +97,10 @@ def command(
             )
     rows = tuple(row for each in found for row in each.results)
     report = Comparison(found[0].device, found[0].mode, found[0].roof, rows, environment())
-    if html is not None:
-        from deep_gemm.backends.report import render
-
-        html.parent.mkdir(parents=True, exist_ok=True)
-        html.write_text(render(report), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(report.to_json(), indent=2))
     else:
         show(report, out)
-        if html is not None:
-            out.print(f"written: {html}")
     if any(row.status == "wrong" for row in report.results):
         raise SystemExit(1)
     if not any(row.status in ("ok", "easier") for row in report.results):

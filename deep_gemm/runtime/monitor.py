@@ -31,8 +31,8 @@ from deep_gemm.runtime.call_code import Places
 from deep_gemm.runtime.operation import Operation
 from deep_gemm.settings import settings
 
-KEPT_TIMES, KEPT_SAMPLES = 512, 16384
-"""The last times of each series, from which percentiles are computed, and the last samples of the trace."""
+KEPT_TIMES = 512
+"""The last times of each series, from which percentiles are computed."""
 MAX_SERIES = 4096
 """The number of series after which further calls are counted by operation and device only."""
 MAX_PENDING, MANY_PENDING = 4096, 64
@@ -78,19 +78,10 @@ class Labels:
     device: str
 
 
-class Sample(NamedTuple):
-    """A timed call: its series, its start (us since the monitor began), and its duration (us)."""
-
-    series: Series
-    start_us: float
-    us: float
-
-
 class Pending(NamedTuple):
     """Two CUDA events around a call that the GPU may not have finished yet."""
 
     series: Series
-    start_us: float
     events: tuple[Any, Any]
 
 
@@ -116,24 +107,20 @@ class Series:
         elif not self._on_gpu:
             start = time.perf_counter()
             function(*arguments)
-            self.add(start, (time.perf_counter() - start) * 1e6)
+            self.add((time.perf_counter() - start) * 1e6)
         elif _is_capturing() or len(monitor.pending) >= MAX_PENDING:
             function(*arguments)  # without events, which would become a part of the graph
         else:
-            start, events = time.perf_counter(), monitor.events(self.labels.device)
+            events = monitor.events(self.labels.device)
             events[0].record()
             function(*arguments)
             events[1].record()
-            monitor.pending.append(Pending(self, monitor.since(start), events))
+            monitor.pending.append(Pending(self, events))
             if len(monitor.pending) >= MANY_PENDING:
                 monitor.collect(wait=False)
 
-    def add(self, start: float, us: float) -> None:
-        """Add a call that was made at ``start`` (of `time.perf_counter`) and took ``us``."""
-        self.sampled(self.monitor.since(start), us)
-
-    def sampled(self, start_us: float, us: float) -> None:
-        """Add a call that was made ``start_us`` after the monitor began and took ``us``."""
+    def add(self, us: float) -> None:
+        """Add a call that took ``us``."""
         with self.monitor.lock.lock:
             if len(self.times) < KEPT_TIMES:
                 self.times.append(us)
@@ -142,7 +129,6 @@ class Series:
             self.timed += 1
             self.total_us += us
             self.least_us, self.most_us = min(self.least_us, us), max(self.most_us, us)
-            self.monitor.samples.append(Sample(self, start_us, us))
 
     def to_json(self) -> dict[str, Any]:
         """Its labels, counts, and times in microseconds; rates are computed from the mean time."""
@@ -168,7 +154,6 @@ class Monitor:
         self.every = every
         self.lock = ForkLock()
         self.pending: collections.deque[Pending] = collections.deque()
-        self.samples: collections.deque[Sample] = collections.deque(maxlen=KEPT_SAMPLES)
         self._series: dict[Labels, Series] = {}
         self._free: dict[str, list[tuple[Any, Any]]] = {}
         self._began = time.perf_counter()
@@ -189,10 +174,6 @@ class Monitor:
             _active = tuple(monitor for monitor in _active if monitor is not self)
         _changed()
         self._seconds = time.perf_counter() - self._began
-
-    def since(self, moment: float) -> float:
-        """Microseconds from the monitor's beginning to a moment of `time.perf_counter`."""
-        return (moment - self._began) * 1e6
 
     def series(self, labels: Labels, bytes_moved: int, flops: int) -> Series:
         """The series of these labels."""
@@ -223,7 +204,7 @@ class Monitor:
                 elif not end.query():
                     self.pending.appendleft(pending)
                     return
-                pending.series.sampled(pending.start_us, start.elapsed_time(end) * 1e3)
+                pending.series.add(start.elapsed_time(end) * 1e3)
                 self._free[pending.series.labels.device].append(pending.events)
 
     def report(self) -> dict[str, Any]:
@@ -252,22 +233,13 @@ class Monitor:
 
         return reports.as_prometheus(self.report())
 
-    def trace(self) -> str:
-        """The timed calls, for chrome://tracing and Perfetto. Each begins at the time when the host made it."""
-        from deep_gemm.runtime import reports
-
-        self.collect(wait=True)
-        with self.lock.lock:
-            samples = list(self.samples)
-        return reports.as_trace((asdict(sample.series.labels), sample.start_us, sample.us) for sample in samples)
-
     def write(self, path: str | Path) -> None:
-        """Write a report: a trace if the name ends in .trace.json, Prometheus' text for .prom, JSON for .json. ``%p``
-        is replaced with the process's id. Raises InvalidInputError for another name, and OSError."""
+        """Write a report: Prometheus' text if the name ends in .prom, JSON for .json. ``%p`` is replaced with the
+        process's id. Raises InvalidInputError for another name, and OSError."""
         from deep_gemm.runtime import reports
 
         place = reports.place(path)
-        written = {reports.PROMETHEUS: self.prometheus, reports.TRACE: self.trace, reports.JSON: self.json}
+        written = {reports.PROMETHEUS: self.prometheus, reports.JSON: self.json}
         place.write_text(written[reports.kind(place)]())
 
 

@@ -1,16 +1,17 @@
-"""The formats of a monitor's report: JSON, Prometheus' text, and a chrome trace."""
+"""The formats of a monitor's report: JSON and Prometheus' text."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.setting_values import TRACE
 
-JSON, PROMETHEUS, TRACE = ".json", ".prom", ".trace.json"
+JSON, PROMETHEUS = ".json", ".prom"
 _LABELS = ("operation", "shape", "config", "kernel", "device")
 _COUNTERS = {
     "calls": "Calls that were made.",
@@ -26,12 +27,12 @@ def place(path: str | Path) -> Path:
 
 def kind(path: str | Path) -> str:
     """The format for the ending of a file's name. Raises InvalidInputError for an unknown ending."""
-    for ending in (TRACE, PROMETHEUS, JSON):  # TRACE first, because it ends in JSON
-        if str(path).endswith(ending):
+    for ending in (PROMETHEUS, JSON):
+        if str(path).endswith(ending) and not str(path).endswith(TRACE):
             return ending
     raise InvalidInputError(
-        f"path must end in {JSON} (a report), {PROMETHEUS} (Prometheus' text) or {TRACE} (a chrome trace), but it is "
-        f"{str(path)!r}."
+        f"path must end in {JSON} (a report) or {PROMETHEUS} (Prometheus' text), but it is {str(path)!r}. For a trace, "
+        "set DG_NVTX=1 and run nsys."
     )
 
 
@@ -60,23 +61,6 @@ def as_prometheus(report: Mapping[str, Any]) -> str:
             lines.append(f"deep_gemm_call_seconds_sum{{{labels}}} {us['sum'] / 1e6:.9g}")
             lines.append(f"deep_gemm_call_seconds_count{{{labels}}} {entry['timed']}")
     return "\n".join(lines) + "\n"
-
-
-def as_trace(samples: Iterable[tuple[Mapping[str, str], float, float]]) -> str:
-    """The events of a chrome trace from labels, start and duration (us) of calls; each device has a row."""
-    events = [
-        {
-            "name": f"{labels['operation']} {labels['shape']}",
-            "ph": "X",
-            "ts": start,
-            "dur": us,
-            "pid": os.getpid(),
-            "tid": labels["device"],
-            "args": {name: labels[name] for name in ("config", "kernel")},
-        }
-        for labels, start, us in samples
-    ]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}) + "\n"
 
 
 def _labels(entry: Mapping[str, Any]) -> str:

@@ -27,12 +27,12 @@ __all__ = ["registry_is_left_alone"]
 
 
 def test_an_import_looks_for_no_backend() -> None:
-    code = "import sys, deep_gemm.backends; print(sorted({'torch', 'triton', 'tilelang'} & {*sys.modules}))"
+    code = "import sys, deep_gemm.backends; print(sorted({'torch', 'triton'} & {*sys.modules}))"
     assert child(code) == "[]\n"
 
 
 def test_the_backends_have_the_operations() -> None:
-    assert backends.names() == ["cuda", "cublaslt", "deepgemm", "triton", "tilelang", "torch"]
+    assert backends.names() == ["cuda", "cublaslt", "deepgemm", "triton", "torch"]
     assert backends.of("fp8_gemm_nt")[:3] == ["cuda", "cublaslt", "cublaslt:tensorwise"]
     gemms = [f"{dtype}_gemm_{form}" for dtype in ("bf16", "fp16") for form in ("nt", "nn", "tn", "tt")]
     assert {"fp8_gemm_nt", *gemms} <= set(backends.operation_names())
@@ -255,6 +255,20 @@ def test_packages_join_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.Mon
     assert "their_ruins" in backends.names()
     with pytest.raises(UnsupportedError, match="their_ruins does not load"):
         backends.get_kernel("their_ruins", "mul_add")
+
+
+def test_the_example_of_a_plugin_joins_and_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = Path(__file__).parents[2] / "examples" / "tilelang_backend"
+    (_, declared) = (plugin / "pyproject.toml").read_text().split('[project.entry-points."deep_gemm.backends"]\n')
+    name, module = (part.strip('"') for part in declared.split("\n")[0].split(" = "))
+    entry_point(tmp_path, module, (plugin / module / "__init__.py").read_text(), monkeypatch)
+    info = tmp_path / f"{module}-1.0.dist-info"
+    (info / "entry_points.txt").write_text(f"[deep_gemm.backends]\n{name} = {module}\n")
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    registry._find.cache_clear()
+    assert "pip install tilelang" in backends.absent()["tilelang"]
+    with pytest.raises(UnsupportedError, match=r"The backend tilelang cannot be used here: .*pip install tilelang"):
+        backends.get_kernel("tilelang", "fp8_gemm_nt")
 
 
 def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import backends
 from deep_gemm.backends import accuracy, profiler, runner
-from deep_gemm.backends.results import Result
+from deep_gemm.backends.results import Comparison, Result
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.testing import timing as clock
@@ -296,13 +296,13 @@ def test_what_a_backend_prints_is_no_part_of_the_json(monkeypatch: pytest.Monkey
 
 
 def test_the_command_says_what_ran_and_what_could_not() -> None:
-    text = run("mul_add", "--shape", "8x32", "--backends", "torch,tilelang,cublaslt", "--device", "cpu")
+    text = run("mul_add", "--shape", "8x32", "--backends", "torch,deepgemm,cublaslt", "--device", "cpu")
     assert "times are those of the host's CPU, and say nothing about a GPU" in text
     assert "mul_add 8 x 32" in text
     assert "against float64" in text
     assert "1  torch    1.000        1 of 1" in text
     assert "not compared: cublaslt: The backend cublaslt has no mul_add." in text
-    assert "not compared: tilelang" in text
+    assert "not compared: deepgemm" in text
 
 
 def test_the_commands_json_and_traces(tmp_path: Path) -> None:
@@ -351,3 +351,8 @@ def test_after_a_lost_context_nothing_is_blamed_that_did_not_run(add: Add, monke
     assert found["mine"].why == "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert found["torch"].status == "skipped"
     assert found["torch"].why == "the GPU takes no more work in this process since mine failed"
+
+
+def test_a_comparison_can_be_read_again() -> None:
+    found = comparison()
+    assert Comparison.from_json(json.loads(json.dumps(found.to_json()))) == found

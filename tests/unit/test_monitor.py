@@ -285,17 +285,7 @@ def test_labels_are_escaped() -> None:
     assert r'config="a\"b\\c\nd"' in text
 
 
-def test_a_chrome_trace(gpu: FakeGpu, clock: Clock) -> None:
-    events = json.loads(watched(clock).trace())["traceEvents"]
-    assert [event["dur"] for event in events] == [1.5, 2.5, 4.0]
-    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
-    assert events[0] | {"ph": "X", "name": "bf16_gemm_nt 24x136x272", "tid": "cuda:0"} == events[0]
-    assert events[0]["args"] == {"config": "64x64", "kernel": "gemm"}
-
-
-@pytest.mark.parametrize(
-    ("name", "begins"), [("r.json", "{"), ("r.prom", "# HELP"), ("r.trace.json", '{"traceEvents"'), ("%p.json", "{")]
-)
+@pytest.mark.parametrize(("name", "begins"), [("r.json", "{"), ("r.prom", "# HELP"), ("%p.json", "{")])
 def test_the_name_of_a_file_says_the_format(tmp_path: Path, name: str, begins: str) -> None:
     m = deep_gemm.monitor()
     m.write(tmp_path / name)
@@ -307,6 +297,8 @@ def test_the_name_of_a_file_says_the_format(tmp_path: Path, name: str, begins: s
 def test_another_ending_is_refused() -> None:
     with pytest.raises(InvalidInputError, match=r"path must end in \.json .* but it is 'r\.txt'"):
         deep_gemm.monitor().write("r.txt")
+    with pytest.raises(InvalidInputError, match=r"but it is 'r\.trace\.json'. For a trace, set DG_NVTX=1 and run nsys"):
+        deep_gemm.monitor().write("r.trace.json")
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "3"])
@@ -350,7 +342,8 @@ def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
-        ("DG_MONITOR", "report.txt", 'DG_MONITOR must be "off", or a path that ends in .json, .prom or .trace.json'),
+        ("DG_MONITOR", "report.txt", 'DG_MONITOR must be "off", or a path that ends in .json or .prom, and not in'),
+        ("DG_MONITOR", "r.trace.json", "not in .trace.json (use nsys and DG_NVTX), but it is 'r.trace.json'"),
         ("DG_MONITOR_EVERY", "0", "DG_MONITOR_EVERY must be a positive integer, but it is '0'"),
         ("DG_MONITOR_EVERY", "x", "DG_MONITOR_EVERY must be a positive integer, but it is 'x'"),
     ],

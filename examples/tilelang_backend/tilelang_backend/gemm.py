@@ -14,7 +14,8 @@ import tilelang.language as T
 from tilelang.autotuner import set_autotune_inputs
 from torch import Tensor
 
-from .registry import Call, kernel
+from deep_gemm.backends import kernel
+from deep_gemm.backends.registry import Call
 
 Pair = tuple[Tensor, Tensor]
 SCALE_BLOCK = 128
