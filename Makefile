@@ -14,8 +14,8 @@
 # make clean     remove .venv
 #
 # All create .venv if it is missing. Variables: PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel instead
-# of the source tree; BOOTSTRAP_ARGS=--dask also installs Dask, whose tests are skipped without it; PARALLEL= runs test files one
-# after the other; PYTEST_ARGS are passed to pytest.
+# of the source tree; BOOTSTRAP_ARGS are passed to .ci/bootstrap.py; PARALLEL= runs test files one after the other; PYTEST_ARGS are
+# passed to pytest.
 
 PYTHON ?= python3
 VENV ?= .venv

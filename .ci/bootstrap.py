@@ -49,7 +49,6 @@ DOCS = {
     "matplotlib>=3.8": ("matplotlib",),
 }
 DIST = {"build>=1.2": ("build.__main__",), "twine>=6.1": ("twine",)}
-DASK = {"distributed>=2024.8": ("distributed",)}
 XDIST = {"pytest-xdist>=3.6": ("xdist",)}
 SANITIZE = {"nvidia-cuda-sanitizer-api>=13.5": ("file:nvidia_cuda_sanitizer_api-13.[5-9]*.dist-info",)}
 BUILD = {"setuptools>=68": ("setuptools",), "wheel": ("wheel",)}
@@ -144,7 +143,6 @@ def main() -> None:
     parser.add_argument("--lint", action="store_true", help="also install the linter and the type checker")
     parser.add_argument("--docs", action="store_true", help="also install what builds the documentation and its charts")
     parser.add_argument("--dist", action="store_true", help="also install what builds and checks distributions")
-    parser.add_argument("--dask", action="store_true", help="also install Dask, whose tests are skipped without it")
     parser.add_argument("--xdist", action="store_true", help="also install pytest-xdist, to run tests side by side")
     parser.add_argument("--sanitizer", action="store_true", help="also install compute-sanitizer, for make sanitize")
     options = parser.parse_args()
@@ -154,7 +152,7 @@ def main() -> None:
         sys.exit(f"bootstrap: Python 3.10 to 3.13 is needed, this is {found}. Name another one: make PYTHON=python3.12")
     torch = cuda_torch()
     python = create(options.venv, shared=torch is not None)
-    groups = BASE | TEST | BUILD | (LINT if options.lint else {}) | (DASK if options.dask else {})
+    groups = BASE | TEST | BUILD | (LINT if options.lint else {})
     groups |= (DOCS if options.docs else {}) | (DIST if options.dist else {})
     groups |= (XDIST if options.xdist else {}) | (SANITIZE if options.sanitizer else {})
     wanted = missing(python, groups)

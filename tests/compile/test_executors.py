@@ -1,4 +1,4 @@
-"""Compiling ahead by threads, processes and a Dask cluster: results are adopted, and missing ones are built here."""
+"""Compiling ahead by threads and processes: results are adopted, and missing ones are built here."""
 
 from __future__ import annotations
 
@@ -61,16 +61,6 @@ def worker(shared_worker: Executor) -> Callable[..., Executor]:
     return with_environment
 
 
-@contextmanager
-def dask_pool(**environment: str) -> Iterator[Executor]:
-    distributed = pytest.importorskip("distributed")
-    options: dict[str, Any] = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None, "silence_logs": 40}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
-        client.run(set_environment, {"DG_JIT_USE_NVRTC": "1", **environment})
-        with client.get_executor() as pool:
-            yield pool
-
-
 def counts(before: dict[str, float]) -> dict[str, float]:
     after = default_builder().stats
     return {name: after[name] - before[name] for name in ("compiled", "adopted")}
@@ -84,13 +74,10 @@ def test_a_pool_of_threads_shares_the_cache() -> None:
     assert counts(before) == {"compiled": TOTAL, "adopted": 0}
 
 
-@pytest.mark.parametrize("start", [process_pool, dask_pool])
-def test_what_workers_with_caches_of_their_own_build_is_adopted(
-    start: Callable[..., Any], cache_dir: Path, tmp_path: Path
-) -> None:
+def test_what_workers_with_caches_of_their_own_build_is_adopted(cache_dir: Path, tmp_path: Path) -> None:
     before = default_builder().stats
     seen: list[int] = []
-    with start(DG_JIT_CACHE_DIR=str(tmp_path / "theirs")) as pool:
+    with process_pool(DG_JIT_CACHE_DIR=str(tmp_path / "theirs")) as pool:
         summary = build.precompile(SHAPES, executor=pool, progress=lambda outcome, done, total: seen.append(done))
     assert (len(summary.outcomes), summary.count("compiled")) == (TOTAL, TOTAL)
     assert counts(before) == {"compiled": 0, "adopted": TOTAL}

@@ -101,7 +101,6 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     assert set(module.TEST) == listed("test")
     assert set(module.LINT) == listed("lint")
     assert set(module.DIST) == listed("dist")
-    assert set(module.DASK) == listed("dask")
     assert set(module.DOCS) == listed("docs")
     assert set(module.XDIST) == listed("xdist")
     assert set(module.SANITIZE) == listed("sanitize")
@@ -113,7 +112,6 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
     [
         ("--lint", "LINT"),
         ("--dist", "DIST"),
-        ("--dask", "DASK"),
         ("--docs", "DOCS"),
         ("--xdist", "XDIST"),
         ("--sanitizer", "SANITIZE"),
