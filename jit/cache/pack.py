@@ -24,7 +24,7 @@ from pathlib import Path
 
 from deep_gemm.jit.cache import files, solid
 from deep_gemm.jit.cache.archive import BLOCK, archive_size, header, padded
-from deep_gemm.jit.cache.packable import Kernel, Packable, summary
+from deep_gemm.jit.cache.packable import Kernel, Packable, summary, version_of
 from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
@@ -127,9 +127,7 @@ def read(path: Path, trust: bool = False) -> Pack | SolidPack:
             raise ValueError(f"its format is {shown(found)}, and this version reads {FORMAT}")
         if body.get("schema") != SCHEMA:
             raise ValueError(f"its keys are of schema {shown(body.get('schema'))}, and those here are of {SCHEMA}")
-        version = body["version"]
-        if not isinstance(version, str):
-            raise ValueError(f"its version is {shown(version)}")
+        version = version_of(body)
         listed = [Kernel.from_json(item) for item in body["kernels"]]
     except RecursionError as error:
         raise ValueError(f"{MANIFEST} is nested too deeply") from error

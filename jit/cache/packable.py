@@ -67,7 +67,7 @@ class Kernel:
                 raise ValueError(f"{name} of a kernel is {shown(texts[name])}")
         sizes: dict[str, Any] = {name: data.get(name) for name in _SIZES}
         for name, value in sizes.items():
-            if type(value) is not int or not 0 <= value <= _MAX_FILE:
+            if type(value) is not int or not (name == "cubin_bytes") <= value <= _MAX_FILE:
                 raise ValueError(f"{name} of {texts['name']} is {shown(value)}")
         meta = data.get("meta")
         if not isinstance(meta, dict):
@@ -76,6 +76,15 @@ class Kernel:
         return cls(**texts, **sizes, resources=resources, seconds=seconds, meta=meta)
 
 
+def version_of(head: Mapping[str, Any]) -> str:
+    """The version that a pack's head says. Raises ValueError if it is none, and KeyError without one."""
+    version = head["version"]
+    if not isinstance(version, str) or not _LINE.fullmatch(version):
+        raise ValueError(f"its version is {shown(version)}")
+    return version
+
+
+_LINE = re.compile(r"[ -~]{1,200}")
 _TEXTS = {
     "name": NAME,
     "arch": ARCH,
@@ -83,7 +92,7 @@ _TEXTS = {
     "render_key": re.compile(r"([0-9a-f]{40})?"),
     "key": _KEY,
     "cuda": _VERSION,
-    "compiler": re.compile(r"[ -~]{1,200}"),
+    "compiler": _LINE,
     "cubin_sha256": _SHA256,
     "source_sha256": _SHA256,
 }

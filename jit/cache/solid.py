@@ -25,12 +25,12 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.packable import Kernel, Packable
+from deep_gemm.jit.cache.packable import Kernel, Packable, version_of
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
 
@@ -39,6 +39,8 @@ SIZES = struct.Struct("<II32s")
 START = len(MAGIC) + SIZES.size
 _MOST = 1 << 26
 """Bytes of a head with its table, and of a chain."""
+_MOST_KERNELS = 1 << 16
+"""The table counts kernels in 16 bits."""
 
 PREFIX = 8
 """Bytes of a key in the table: few enough that it stays small. Descriptions hold whole keys, which are compared."""
@@ -66,7 +68,7 @@ class SolidPack:
 
     def __init__(self, path: Path, head: Mapping[str, Any], keys: bytes, places: bytes) -> None:
         self.path, self._keys = path, keys
-        self.version, self.count, self.cubin_bytes = str(head["version"]), int(head["count"]), int(head["cubin_bytes"])
+        self.version, self.count, self.cubin_bytes = version_of(head), head["count"], head["cubin_bytes"]
         self._places = places
         self._unpacked = functools.lru_cache(maxsize=_UNPACKED_AT_ONCE)(self._unpack)
 
@@ -101,13 +103,33 @@ class SolidPack:
 
     def problems(self) -> list[str]:
         """What is wrong with its kernels, as sentences."""
-        found = []
+        found, kernels = [], []
         for number in range(self.count):
             try:
-                self._unpack(number)
+                kernels.append(self._unpack(number).kernel)
             except (OSError, ValueError) as error:
                 found.append(str(error))
+        if not found and key_table(kernels) != self._keys:
+            found.append("the keys in its table are not those of its kernels")
+        if not found and sum(kernel.cubin_bytes for kernel in kernels) != self.cubin_bytes:
+            found.append(f"its cubins do not have the {self.cubin_bytes} bytes that its head says")
         return found
+
+    def check(self, start: int) -> int:
+        """Where its last stream ends, if the first begins at `start`. Raises ValueError for a number that no pack
+        has."""
+        if any(number >= self.count for _, number in KEY.iter_unpack(self._keys)):
+            raise ValueError(f"a key of its table is of a kernel that it does not have: it has {self.count}")
+        places, end = list(PLACE.iter_unpack(self._places)), start
+        for number, (offset, size, unpacked, before, shared, _) in enumerate(places):
+            if offset != end:
+                raise ValueError(f"its kernel {number} is not where the one before ends")
+            end += size
+            # How long the stream is that its own begins with a part of.
+            whole = places[before][1] + places[before][4] if number != before < self.count else 0
+            if not (CONTENT.size <= unpacked <= _MOST and before < self.count and shared <= whole and size + shared):
+                raise ValueError(f"its kernel {number} has a size or a number that none can have")
+        return end
 
     def _at(self, key: str) -> list[Packable]:
         """The kernels that may have this key."""
@@ -147,6 +169,15 @@ class SolidPack:
         return _read_content(_decompressed(stream, sum(place[2] for place in chain))[-chain[-1][2] :])
 
 
+def key_table(kernels: Iterable[Kernel]) -> bytes:
+    """The kernels' numbers by key, sorted."""
+    found = set()
+    for number, kernel in enumerate(kernels):
+        for key in filter(None, (kernel.source_key, kernel.render_key)):
+            found.add((bytes.fromhex(key)[:PREFIX], number))
+    return b"".join(KEY.pack(*each) for each in sorted(found))
+
+
 def read(descriptor: int, path: Path) -> SolidPack:
     """The solid pack that `descriptor`, of the file at `path`, begins with. Raises OSError or ValueError."""
     head_size, table_size, sha256 = SIZES.unpack(os.pread(descriptor, SIZES.size, len(MAGIC)).ljust(SIZES.size))
@@ -160,22 +191,24 @@ def read(descriptor: int, path: Path) -> SolidPack:
         head = json.loads(content[:head_size])
         if head["schema"] != SCHEMA:
             raise ValueError(f"its keys are of schema {shown(head['schema'])}, and those here are of {SCHEMA}")
+        for name in ("keys", "count", "cubin_bytes"):
+            if type(head[name]) is not int or not 0 <= head[name] <= _MOST_KERNELS * _MOST:
+                raise ValueError(f"the {name} of its head are {shown(head[name])}")
         keys, places = head["keys"] * KEY.size, head["count"] * PLACE.size
         pack = SolidPack(path, head, content[head_size:][:keys], content[head_size + keys :])
-    except (KeyError, TypeError, RecursionError, struct.error) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"its head lacks a field or has a wrong one ({error!r})") from error
-    end = START + len(content)
-    if keys + places == table_size and pack.count:
-        offset, size, *_ = pack._place(pack.count - 1)
-        end = offset + size
-    if keys + places != table_size or end != total:
+    if keys + places != table_size or pack.check(START + len(content)) != total:
         raise ValueError(f"it has {total} bytes, which are not those that its table describes")
     return pack
 
 
 def _read_content(content: bytes) -> Packable:
+    *sizes, zero = CONTENT.unpack_from(content)
+    if zero or CONTENT.size + sum(sizes) > len(content):
+        raise ValueError(f"a kernel claims {sum(sizes)} bytes, but {len(content) - CONTENT.size} were stored")
     parts, start = [], CONTENT.size
-    for size in CONTENT.unpack_from(content)[:3]:
+    for size in sizes:
         parts.append(content[start : start + size])
         start += size
     cubin, source, text = parts

@@ -34,12 +34,12 @@ def write(path: Path, families: Iterable[Sequence[Packable]]) -> list[Kernel]:
     contents = [_content(item) for item in items]
     with ThreadPoolExecutor() as pool:
         streams = list(pool.map(lambda chain: _compressed(b"".join(contents[at] for at in chain)), _chains(before)))
-    keys = set()
-    for number, kernel in enumerate(listed):
-        for key in filter(None, (kernel.source_key, kernel.render_key)):
-            keys.add((bytes.fromhex(key)[: solid.PREFIX], number))
-    table = b"".join(solid.KEY.pack(*each) for each in sorted(keys))
-    totals = {"keys": len(keys), "count": len(listed), "cubin_bytes": sum(kernel.cubin_bytes for kernel in listed)}
+    table = solid.key_table(listed)
+    totals = {
+        "keys": len(table) // solid.KEY.size,
+        "count": len(listed),
+        "cubin_bytes": sum(kernel.cubin_bytes for kernel in listed),
+    }
     head = json.dumps(summary(listed) | totals, sort_keys=True).encode() + b"\n"
     parts: list[bytes] = []
     offset = solid.START + len(head) + len(table) + len(listed) * solid.PLACE.size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import random
 import stat
 import sys
@@ -12,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from jit_fakes import FakeCompiler, builder, cubin_of
 from pack_kernels import packed, sources, user
 
-from deep_gemm.jit.cache import likeness, solid, solid_writer
+from deep_gemm.cli.app import app
+from deep_gemm.jit.cache import files, likeness, solid, solid_writer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.packable import Packable
 
@@ -38,9 +42,17 @@ def make(path: Path, compiler: FakeCompiler | None = None) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return make(tmp_path_factory.mktemp("good") / "a.dgpack").read_bytes()
+
+
 @pytest.fixture
-def pack(tmp_path: Path) -> Path:
-    return make(tmp_path / "a.dgpack")
+def pack(tmp_path: Path, good: bytes) -> Path:
+    """Written again: its mode is that of a pack."""
+    path = tmp_path / "a.dgpack"
+    files.write_whole(path, [good])
+    return path
 
 
 def test_it_holds_what_was_written(pack: Path) -> None:
@@ -152,6 +164,88 @@ def test_a_damaged_file_says_why_and_the_jit_serves(
     assert [build.build(one).layer for one in sources(2)] == ["compiled"] * 2
     assert len(compiler.calls) == 2
     assert len([record for record in caplog.records if str(pack) in record.message]) == 1
+
+
+def signed(data: bytes, change: Callable[[dict[str, Any], list[list[Any]], list[list[Any]]], object]) -> bytes:
+    """The pack with another head, other keys or other places, and the checksum of these."""
+    head_size, table_size, _ = solid.SIZES.unpack_from(data, len(solid.MAGIC))
+    head = json.loads(data[solid.START : solid.START + head_size])
+    table = data[solid.START + head_size :][:table_size]
+    split = head["keys"] * solid.KEY.size
+    keys = [list(each) for each in solid.KEY.iter_unpack(table[:split])]
+    places = [list(each) for each in solid.PLACE.iter_unpack(table[split:])]
+    change(head, keys, places)
+    text = json.dumps(head).encode().ljust(head_size)
+    table = b"".join([*(solid.KEY.pack(*each) for each in keys), *(solid.PLACE.pack(*each) for each in places)])
+    moved = len(text) + len(table) - head_size - table_size
+    if moved and len(text) > head_size:  # the head became longer
+        table = table[:split] + b"".join(solid.PLACE.pack(each[0] + moved, *each[1:]) for each in places)
+    digest = hashlib.sha256(text + table).digest()
+    rest = data[solid.START + head_size + table_size :]
+    return solid.MAGIC + solid.SIZES.pack(len(text), len(table), digest) + text + table + rest
+
+
+# fmt: off
+IMPOSSIBLE: dict[str, tuple[Callable[..., Any], str]] = {
+    "a key's kernel": (lambda head, keys, places: keys[3].__setitem__(1, COUNT), "a key of its table"),
+    "a key's last kernel": (lambda head, keys, places: keys[-1].__setitem__(1, 65535), "a key of its table"),
+    "a key of another": (lambda head, keys, places: keys[0].__setitem__(1, 9 - keys[0][1]), "keys in its table"),
+    "keys without an order": (lambda head, keys, places: keys.reverse(), "keys in its table"),
+    "a place before": (lambda head, keys, places: places[2].__setitem__(0, 0), "where the one before ends"),
+    "a place far away": (lambda head, keys, places: places[2].__setitem__(0, 2**32 - 1), "where the one before ends"),
+    "a size": (lambda head, keys, places: places[2].__setitem__(1, 2**32 - 1), "where the one before ends"),
+    "no stream": (lambda head, keys, places: (places[0].__setitem__(1, 0), places[1].__setitem__(0, places[0][0]),
+                                              places[1].__setitem__(1, places[2][0] - places[0][0])), "none can have"),
+    "nothing unpacked": (lambda head, keys, places: places[4].__setitem__(2, 0), "none can have"),
+    "a little unpacked": (lambda head, keys, places: places[4].__setitem__(2, 15), "none can have"),
+    "much unpacked": (lambda head, keys, places: places[4].__setitem__(2, 2**32 - 1), "none can have"),
+    "a kernel before": (lambda head, keys, places: places[5].__setitem__(3, COUNT), "none can have"),
+    "a shared stream": (lambda head, keys, places: places[5].__setitem__(4, 2**32 - 1), "none can have"),
+    "its own stream": (lambda head, keys, places: next(
+        x for at, x in enumerate(places) if x[3] == at).__setitem__(4, 1), "none can have"),
+    **{f"{name} {value!r:.9}": (lambda head, keys, places, name=name, value=value: head.__setitem__(name, value), why)
+       for name in ("keys", "count", "cubin_bytes") for value in (-1, 2**63, True, "7", None)
+       for why in ("of its head are",)},
+    "other cubins": (lambda head, keys, places: head.__setitem__("cubin_bytes", 7), "that its head says"),
+    "a version of colours": (lambda head, keys, places: head.__setitem__("version", "\x1b[2J"), "its version is"),
+    "no version": (lambda head, keys, places: head.pop("version"), "lacks a field"),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_numbers_that_no_pack_has(pack: Path, tmp_path: Path, caplog: Any, name: str) -> None:
+    """All checksums are right. A build ended with struct.error or MemoryError, and `cache verify` said "all sound"."""
+    change, why = IMPOSSIBLE[name]
+    pack.write_bytes(signed(pack.read_bytes(), change))
+    assert [problem for problem in packs.problems(pack) if why in problem]
+    result = CliRunner().invoke(app, ["cache", "verify", str(pack)])
+    assert (result.exit_code, why in result.output) == (1, True)
+    result = CliRunner().invoke(app, ["cache", "info", str(pack)])
+    assert isinstance(result.exception, (SystemExit, type(None)))
+    assert "\x1b" not in result.output
+    build, _ = user(tmp_path / "root", pack)
+    for one in sources(COUNT):
+        found = build.packs.get(build.source_key(one), one.name, one.arch)
+        assert found is None or found[1] == cubin_of(one.source)
+    assert build.source("07" * 20) in (None, sources(COUNT)[7].source)
+    assert build.build(sources(COUNT)[0]).cubin == cubin_of(sources(COUNT)[0].source)
+    try:
+        packs.read(pack)
+    except ValueError:
+        assert len([record for record in caplog.records if str(pack) in record.message]) == 1
+
+
+@pytest.mark.parametrize("sizes", [(2**32 - 1, 5, 5, 0), (0, 2**31, 0, 0), (5, 5, 5, 1)])
+def test_a_kernel_that_claims_more_than_was_stored(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"a kernel claims .* bytes, but 100 were stored"):
+        solid._read_content(solid.CONTENT.pack(*sizes) + bytes(100))
+
+
+def test_a_signed_pack_that_is_not_changed_is_sound(pack: Path) -> None:
+    data = signed(pack.read_bytes(), lambda *parts: None)
+    pack.write_bytes(data)
+    assert packs.problems(pack) == []
 
 
 def test_keys_of_another_schema_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
