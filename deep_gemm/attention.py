@@ -102,12 +102,6 @@ def _prefill(
 ) -> Tensor:
     max_seqlen_k = checks.check_index("max_seqlen_k", max_seqlen_k, 0, checks.MAX_SIZE, "0, or the width of a result")
     clean = max_seqlen_k == 0 if clean is None else clean
-    if not isinstance(clean, bool):
-        raise InvalidInputError(f"clean_logits must be True or False, but it is {checks.shown(clean)}.")
-    if clean and max_seqlen_k:
-        raise InvalidInputError(
-            "clean_logits must be False with max_seqlen_k: columns past a query's range are undefined."
-        )
     logits.check_logits_dtype(logits_dtype)
     checks.check_tensor("q", q, (3,))
     keys, _ = checks.pair("kv", kv, logits.KEYS)

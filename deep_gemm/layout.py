@@ -36,9 +36,7 @@ __all__ = [
     "transform_sf_into_required_layout",
 ]
 
-_DEFAULT_ALIGNMENT = 128
-MAX_ALIGNMENT = 1 << 30
-_mk_alignment = _DEFAULT_ALIGNMENT
+_mk_alignment = checks.DEFAULT_ALIGNMENT
 
 
 def get_mk_alignment_for_contiguous_layout() -> int:
@@ -60,11 +58,7 @@ def set_mk_alignment_for_contiguous_layout(alignment: int) -> None:
     >>> deep_gemm.set_mk_alignment_for_contiguous_layout(128)
     """
     global _mk_alignment
-    what = f"a positive multiple of 16 up to {MAX_ALIGNMENT}"
-    found = checks.check_index("alignment", alignment, 1, MAX_ALIGNMENT, what)
-    if found % 16:
-        raise InvalidInputError(f"alignment must be {what}, but it is {found}.")
-    _mk_alignment = found
+    _mk_alignment = checks.check_alignment(alignment)
 
 
 def get_theoretical_mk_alignment_for_contiguous_layout(
@@ -75,7 +69,7 @@ def get_theoretical_mk_alignment_for_contiguous_layout(
     >>> deep_gemm.get_theoretical_mk_alignment_for_contiguous_layout(expected_m=30, num_groups=8)
     128
     """
-    return _DEFAULT_ALIGNMENT
+    return checks.DEFAULT_ALIGNMENT
 
 
 get_m_alignment_for_contiguous_layout = get_mk_alignment_for_contiguous_layout

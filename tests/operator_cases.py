@@ -21,7 +21,7 @@ def matrix(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
-EPILOGUE = {"alpha": 0.5, "epilogue": "bias:f32+relu", "form": "nt"}
+EPILOGUE = {"alpha": 0.5, "epilogue": "alpha+bias:f32+relu", "form": "nt"}
 
 
 def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:

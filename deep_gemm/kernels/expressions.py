@@ -8,7 +8,7 @@ import textwrap
 from ..errors import InvalidInputError
 from ..records import record
 from .base import Argument
-from .names import SURE_MISTAKES
+from .names import SURE_MISTAKES, is_name
 
 MAX_VECTORS = 4
 """Vectors that an expression can have: each takes registers of consumers."""
@@ -51,13 +51,15 @@ class Expression:
     def parse(cls, text: str) -> Expression:
         """The expression of a text, without `MARK`."""
         found = re.fullmatch(r"(\w+)\(([\w,]*);([\w,]*)\) (.*)", text, re.DOTALL)
-        if found is None:
+        name, *vectors, body = found.groups() if found else ("", "", "", "")
+        rows, columns = (tuple(filter(None, names.split(","))) for names in vectors)
+        names = {*rows, *columns}
+        if not all(map(is_name, (name, *names))) or not len(rows + columns) == len(names) <= MAX_VECTORS:
             raise InvalidInputError(
-                f"an expression of an epilogue must be given as {MARK}NAME(ROWS;COLUMNS) BODY, with names of vectors "
-                f"apart by commas, but it is {MARK}{text}"
+                f"an expression of an epilogue must be given as {MARK}NAME(ROWS;COLUMNS) BODY, with names of at most "
+                f"{MAX_VECTORS} vectors apart by commas, but it is {MARK}{text}"
             )
-        name, rows, columns, body = found.groups()
-        return cls(name, body, *(tuple(filter(None, names.split(","))) for names in (rows, columns)))
+        return cls(name, body, rows, columns)
 
     def uses(self, word: str) -> bool:
         """Whether the body has this word."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, half_gemm_reference
-from deep_gemm.runtime.calls import Parameter, byte_range, entry
+from deep_gemm.runtime.calls import byte_range, entry
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..spec import SCALE_BLOCK, Major, ceil_div
@@ -30,7 +30,7 @@ BLOCK_K = 64
 
 _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BMM_BF16, BMM_FP16)}
 
-_FORM = Parameter("form", "str", PLAIN, "added")
+_FORMS = {BMM_FP8: (PLAIN, BHR), BMM_BF16: (PLAIN, BHR, BHD), BMM_FP16: (PLAIN, BHR, BHD)}
 
 
 def _axes(form: str) -> dict[str, str]:
@@ -45,7 +45,7 @@ class Batched(Gemm):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.parameters = (*self.first, *self.options, _FORM)
+        self.parameters = (*self.first, *self.options, layouts.form(_FORMS[name]))
         self.fallbacks = MappingProxyType({"cublaslt": batched_by_cublaslt})
 
     def axes(self, form: str | None) -> Mapping[str, str]:
@@ -299,11 +299,7 @@ def check_places(named: Mapping[str, Tensor]) -> None:
     """Check the memory of d (batch, M, N): contiguous rows, no two of them at one place, none of it shared with another
     operand."""
     d = named["d"]
-    dims = sorted((stride, size) for size, stride in zip(d.shape, d.stride(), strict=True) if size > 1)
-    apart = all(stride > 0 for stride, _ in dims) and all(
-        inner * size <= outer for (inner, size), (outer, _) in itertools.pairwise(dims)
-    )
-    if not apart or (d.shape[-1] > 1 and d.stride(-1) != 1):
+    if not checks.has_own_elements(d) or (d.shape[-1] > 1 and d.stride(-1) != 1):
         raise InvalidInputError(
             "d must have contiguous rows of their own (stride 1 along its last dimension), but as (batch, rows, "
             f"columns) it is {shape_of(d)} with strides {d.stride()}. Pass a contiguous tensor and copy afterwards."

@@ -32,6 +32,10 @@ MAX_SIZE = 2**31 - 1
 """Kernels count rows and columns in 32-bit signed integers (offsets are 64 bits wide)."""
 
 
+DEFAULT_ALIGNMENT, MAX_ALIGNMENT = 128, 1 << 30
+"""Of groups along M."""
+
+
 def check_compiled_dims(compiled_dims: Any) -> str:
     """The dimensions to bake into the kernel, in the order m, n, k."""
     compiled_dims = "" if compiled_dims is None else compiled_dims
@@ -51,6 +55,15 @@ def check_index(name: str, value: Any, least: int, most: int, what: str) -> int:
         found = least - 1
     if not least <= found <= most:
         raise InvalidInputError(f"{name} must be {what}, but it is {shown(value)}.")
+    return found
+
+
+def check_alignment(alignment: Any) -> int:
+    """The alignment of groups along M: a multiple of 16 that kernels can count with."""
+    what = f"a positive multiple of 16 up to {MAX_ALIGNMENT}"
+    found = check_index("alignment", alignment, 1, MAX_ALIGNMENT, what)
+    if found % 16:
+        raise InvalidInputError(f"alignment must be {what}, but it is {found}.")
     return found
 
 
@@ -151,6 +164,14 @@ def check_int32(name: str, x: Tensor) -> None:
         raise InvalidInputError(f"{name} must be torch.int32, but it is {x.dtype}. Pass .to(torch.int32).")
     if x.shape[0] > 1 and x.stride(0) != 1:
         raise InvalidInputError(f"{name} must be contiguous, but its stride is {x.stride(0)}. Pass .contiguous().")
+
+
+def has_own_elements(x: Tensor) -> bool:
+    """Whether each element has memory of its own: each dimension steps over all of the inner one."""
+    dims = sorted((stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    return all(stride > 0 for stride, _ in dims) and all(
+        inner * size <= outer for (inner, size), (outer, _) in itertools.pairwise(dims)
+    )
 
 
 def check_row_major(name: str, d: Tensor) -> None:

@@ -30,7 +30,7 @@ class CublasGemm(Operation):
     parameters = (
         *(Parameter(name, "Tensor") for name in "abd"),
         Parameter("c", "Tensor | None", None),
-        Parameter("form", "str", "nt", "added"),
+        layouts.form(),
     )
     operands: Mapping[str, str] = MappingProxyType({name: name for name in "abd"})
     output = "d"
@@ -41,7 +41,7 @@ class CublasGemm(Operation):
 
     def check(self, *arguments: Any, **named_arguments: Any) -> None:
         """Refuse wrong operands."""
-        _checked(*self.given(arguments, named_arguments).values())
+        _checked(**self.given(arguments, named_arguments))
 
     def work(self, x: Any, device: int) -> NoReturn:
         """There is none."""
@@ -57,7 +57,7 @@ def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
     if torch.compiler.is_dynamo_compiling() or operators.is_recorded((a, b, d, c)):
         operators.record(_OPERATION, (a, b, d, c, form))
         return
-    a, b, device = _checked(a, b, d, c, form)
+    a, b, device = _checked(**_OPERATION[0].given((a, b, d, c, form), {}))
     if checks.is_fake((a, b, d)) or d.numel() == 0:
         return
     if device.type == "cpu":
@@ -84,6 +84,11 @@ def _checked(a: Any, b: Any, d: Any, c: Any, form: str) -> tuple[Tensor, Tensor,
     device = checks.check_tensors(f"cublaslt_gemm_{form}", named, {}, (2,))
     a, b = a.t() if form[0] == "t" else a, b.t() if form[1] == "n" else b
     _check(a, b, d, c)
+    if not checks.is_fake(named.values()) and not checks.has_own_elements(d):
+        raise InvalidInputError(
+            f"elements of d must not share memory, but d is {shape_of(d)} with strides {d.stride()}. Pass a contiguous "
+            "d."
+        )
     return a, b, device
 
 

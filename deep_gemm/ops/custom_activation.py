@@ -78,18 +78,23 @@ def _named(name: str, kind: str, vectors: Any) -> list[tuple[str, str, Tensor]]:
         label = f"{kind}[{each!r}] of {name}"
         if not is_name(each) or each in _PLACES:
             raise InvalidInputError(f"{label}: its name must be one that C++ can have, and not be x, row or column.")
-        check_tensor(label, x, (1,))
-        if x.dtype != torch.float32 or (x.numel() > 1 and x.stride(0) != 1):
-            raise InvalidInputError(
-                f"{label} must be torch.float32 and contiguous, but it is {kind_of(x)} with strides {x.stride()}."
-            )
+        _check_vector(label, x)
     return [(kind, each, x) for each, x in vectors.items()]
 
 
+def _check_vector(label: str, x: Any) -> None:
+    check_tensor(label, x, (1,))
+    if x.dtype != torch.float32 or (x.numel() > 1 and x.stride(0) != 1):
+        raise InvalidInputError(
+            f"{label} must be torch.float32 and contiguous, but it is {kind_of(x)} with strides {x.stride()}."
+        )
+
+
 def check_vectors(expression: Expression, tensors: Mapping[str, Tensor], m: int, n: int) -> None:
-    """Check the vectors' sizes for a D of M x N."""
+    """Check the vectors for a D of M x N."""
     for at, (name, label) in enumerate(expression.labels.items()):
         wanted = (m if at < len(expression.rows) else n,)
+        _check_vector(f"{label} of {expression.name}", tensors[name])
         if tuple(tensors[name].shape) != wanted:
             raise InvalidInputError(
                 f"{label} of {expression.name} must have the shape {wanted}, but it has {shape_of(tensors[name])}."

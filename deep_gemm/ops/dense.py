@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_reference
-from deep_gemm.runtime.calls import Parameter, entry
+from deep_gemm.runtime.calls import entry
 
 from ..errors import InvalidInputError
 from ..kernels import epilogues
@@ -40,7 +40,7 @@ class Dense(Gemm):
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         super().__init__(name, accumulates, fused)
-        self.parameters = (*self.first, C, *self.options, *self.finishing, Parameter("form", "str", "nt", "added"))
+        self.parameters = (*self.first, C, *self.options, *self.finishing, layouts.form(self.product.forms))
         self.absent = () if accumulates else ("c",)
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
         self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
@@ -56,13 +56,14 @@ class Dense(Gemm):
         """
         given = self.given(arguments, named_arguments)
         named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
+        parts = self.epilogue_of(given)
         asked, dims = self.check_options(given)
         device = checks.check_tensors(self.called(form), named, _RANKS, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
-        self._check_outputs(named, form, epilogues.parse(epilogue))
-        self.check_fused(named, epilogue)
+        self._check_outputs(named, form, parts)
+        self.check_fused(named, parts)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:

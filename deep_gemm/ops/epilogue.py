@@ -108,7 +108,7 @@ class Epilogue:
                     f"{kind_of(self.alpha)} of {shape_of(self.alpha)}."
                 )
             rows = self.alpha.reshape(1)
-        elif self.alpha is not None and not _is_float32(self.alpha):
+        elif self.alpha is not None and not is_float32(self.alpha):
             raise InvalidInputError(
                 "alpha must be a finite number or a float32 tensor of one element, but it is "
                 f"{shown(self.alpha)}. A number is float32 too."
@@ -151,7 +151,7 @@ class Epilogue:
                     f"clamp is swiglu's limit, but the activation is {shown(self.activation)}. Leave it out."
                 )
             return
-        if self.clamp is not None and not (_is_float32(self.clamp) and float(self.clamp) >= 0):
+        if self.clamp is not None and not (is_float32(self.clamp) and float(self.clamp) >= 0):
             raise InvalidInputError(
                 f"clamp must be a number from 0 that float32 can hold, but it is {shown(self.clamp)}."
             )
@@ -244,22 +244,39 @@ def _text_of(epilogue: Epilogue) -> str:
 
 
 def _checked(text: Any) -> str:
+    if (parts := parts_of(text)).refusal():
+        raise _no_epilogue(text)
+    return str(parts)
+
+
+def parts_of(text: Any) -> Parts:
+    """The parts of an epilogue's text, in any order. Raises InvalidInputError for what is none."""
     if isinstance(text, str):
-        parts = parse(text)
+        try:
+            parts = parse(text)
+        except InvalidInputError:
+            raise
+        except ValueError:  # a limit that is no number
+            parts = Parts()
         is_gated, has_gate = parts.is_gated, parts.clamp is not None or parts.interleaved
         known = all(getattr(parts, part.name) in ("", False, True, *part.dtypes) for part in PARTS)
         known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
-        may = not (parts.activation and parts.expression) and not parts.refusal()
-        if parts != Parts() and known and may and sorted(text.split("+")) == sorted(str(parts).split("+")):
-            return str(parts)
-    raise InvalidInputError(
+        known = known and (parts.clamp is None or (is_float32(parts.clamp) and parts.clamp >= 0))
+        known = known and not (parts.activation and parts.expression)
+        if parts != Parts() and known and sorted(text.split("+")) == sorted(str(parts).split("+")):
+            return parts
+    raise _no_epilogue(text)
+
+
+def _no_epilogue(text: Any) -> InvalidInputError:
+    return InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
         f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; with swiglu alone "
         f"interleaved and clamp:LIMIT; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
     )
 
 
-def _is_float32(value: Any) -> bool:
+def is_float32(value: Any) -> bool:
     """Whether it is a finite number whose magnitude float32 can hold."""
     try:
         return not isinstance(value, (bool, str)) and abs(float(value)) <= torch.finfo(torch.float32).max

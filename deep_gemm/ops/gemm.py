@@ -23,7 +23,7 @@ from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales
 from .custom_activation import check_vectors, in_torch
-from .epilogue import given_epilogue
+from .epilogue import given_epilogue, is_float32, parts_of
 from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
@@ -194,20 +194,43 @@ class Gemm(Operation):
             )
         return n // 2
 
-    def check_fused(self, named: Mapping[str, Any], epilogue: str) -> None:
-        """Check the tensors of ``epilogue``, the text of one, against the shape of d."""
-        if epilogue == "none" and not self.fused:
+    def epilogue_of(self, given: Mapping[str, Any]) -> epilogues.Parts:
+        """The parts of the call's epilogue. Refuses a text that is none, and tensors or an alpha that do not fit it: a
+        kernel reads what the text says."""
+        text, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
+        parts = epilogues.Parts() if text == "none" else parts_of(text)
+        if why := parts.refusal(groups=bool(self.layout)):
+            raise UnsupportedError(why)
+        for name in FUSED:
+            if (name in parts.tensors) != (name in self.fused):
+                has, what = ("has", "must be given") if name in parts.tensors else ("has no", "must be None")
+                raise InvalidInputError(f"{name} {what}: the epilogue is {checks.shown(text)}, which {has} {name}.")
+        if not is_float32(alpha) or (alpha != 1 and not parts.alpha):
+            raise InvalidInputError(
+                f"alpha must be {'a finite float32 number' if parts.alpha else '1.0'}, as the epilogue is "
+                f"{checks.shown(text)}, but it is {checks.shown(alpha)}. A text with an alpha begins with it: alpha+..."
+            )
+        return parts
+
+    def check_fused(self, named: Mapping[str, Any], parts: epilogues.Parts) -> None:
+        """Check the tensors of an epilogue against the shape of d."""
+        if not self.fused:
             return
         *groups, m, columns = named["d"].shape
         n = named["b"].shape[-2]
-        parts = epilogues.parse(epilogue)
         shapes = epilogues.by_part((*groups, m), (*named["b"].shape[:-2], n), tuple(named["d"].shape))
         if "sfd" in self.fused:
-            self._check_cast(named, parts, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
+            self._check_cast(named, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
         if parts.expression is not None:
             check_vectors(parts.expression, named, m, n)
         for part in (each for each in epilogues.PARTS if each.name in self.fused):
             name, x, wanted, dtype = part.name, named[part.name], shapes[part.name], named["d"].dtype
+            given = part.given(DTYPES.get(x.dtype, ""))
+            if part.dtypes and (given != getattr(parts, name) or DTYPES.get(x.dtype) not in part.dtypes):
+                known = [TORCH[each] for each in part.dtypes if part.given(each) == getattr(parts, name)]
+                raise InvalidInputError(
+                    f"{name} must be {known[0]}, as the epilogue {str(parts)!r} says, but it is {x.dtype}."
+                )
             if tuple(x.shape) != wanted and not (part.axes == "m" and x.numel() == 1):
                 raise InvalidInputError(
                     f"{name} of the epilogue must have the shape {wanted}, but it has {checks.shape_of(x)}."
@@ -223,10 +246,10 @@ class Gemm(Operation):
                     f"{name}.to({dtype})."
                 )
 
-    def _check_cast(self, named: Mapping[str, Any], parts: epilogues.Parts, shape: tuple[int, ...]) -> None:
+    def _check_cast(self, named: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         """Check a d of FP8 and its scales."""
-        if why := epilogues.NOT_CAST.format("c") if "c" in named else parts.refusal():
-            raise UnsupportedError(why)
+        if "c" in named:
+            raise UnsupportedError(epilogues.NOT_CAST.format("c"))
         d, sf = named["d"], named[SCALES_OF_D]
         if d.dtype != torch.float8_e4m3fn:
             raise InvalidInputError(f"the values of d must be torch.float8_e4m3fn, but they are {d.dtype}.")

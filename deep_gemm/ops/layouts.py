@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deep_gemm.runtime.calls import Step
+from deep_gemm.runtime.calls import Parameter, Step
 
 from ..errors import InvalidInputError
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT
@@ -31,6 +31,11 @@ def axes(form: str | None) -> dict[str, str]:
     """`Operation.axes` of a product in ``form``, "tn" for a (K, M) and b (K, N)."""
     form = form or "nt"
     return {"a": "mk" if form[0] == "n" else "km", "b": "nk" if form[1] == "t" else "kn", "c": "mn", "d": "mn"}
+
+
+def form(forms: tuple[str, ...] = ("nt", "nn", "tn", "tt")) -> Parameter:
+    """The parameter that says in which of these forms a and b are given."""
+    return Parameter("form", "str", forms[0], "added", choices=forms)
 
 
 def row_stride(x: Tensor) -> int:

@@ -27,6 +27,8 @@ _WRITTEN: tuple[tuple[str, ...], ...] = ("plain",), ("transposed",), ("plain", "
 _CASTS = {names: Quantize(names) for names in _WRITTEN}
 _PRODUCT, _ADDED, _BIASED = Dense(FP8), Dense(FP8, accumulates=True), Dense(FP8, fused=("bias",))
 
+_BLOCKS = Parameter("blocks", "Blocks", "column", choices=tuple(RECIPES))
+
 
 def saved_layout(tokens: int, width: int, out: int, blocks: Blocks) -> Layout:
     """What a forward pass keeps for the backward pass: "turned", the transpose of the weight (out, width), unless
@@ -77,7 +79,7 @@ class Forward(Chain):
         Parameter("weight", "Tensor"),
         Parameter("y", "Tensor"),
         *(Parameter(name, "Tensor | None", None) for name in ("weight_scales", "bias", "saved")),
-        Parameter("blocks", "Blocks", "column"),
+        _BLOCKS,
     )
     output = "y"
     rows = ("x", "y")
@@ -133,7 +135,7 @@ class Backward(Chain):
         Parameter("saved", "Tensor"),
         *(Parameter(name, "Tensor | None", None) for name in ("turned", "turned_scales", "dx", "dw")),
         Parameter("accumulate", "bool", False),
-        Parameter("blocks", "Blocks", "column"),
+        _BLOCKS,
     )
     rows = ("dy", "dx")
     kept = ("dw",)

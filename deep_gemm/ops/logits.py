@@ -88,16 +88,19 @@ class MqaLogits(Operation):
         check_weights(weights, (rows, heads))
         for name in ("cu_seq_len_k_start", "cu_seq_len_k_end"):
             check_dense(name, named[name], torch.int32, (rows,), "a key's number for each query")
+        checks.check_bool("clean_logits", clean)
+        if clean and columns:
+            raise InvalidInputError(
+                "clean_logits must be False with max_seqlen_k: columns past a query's range are undefined."
+            )
+        check_out(named, (rows, columns or keys.shape[0]), "a row for each query, a column for each key")
         if checks.is_fake(named.values()) or not out.numel() or not keys.shape[0]:
             return None
         for name in ("q", "kv[0]", "out"):
             checks.check_sizes(name, named[name])
         for name in ("q", "kv[0]"):
             check_aligned(name, named[name])
-        compressed = columns > 0
-        spec = LogitsSpec(
-            rows, keys.shape[0], heads, dim, out.shape[1], compressed, clean and not compressed, OUTPUTS[out.dtype]
-        )
+        spec = LogitsSpec(rows, keys.shape[0], heads, dim, out.shape[1], columns > 0, clean, OUTPUTS[out.dtype])
         return LogitsOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
     def work(self, x: LogitsOperands, device: int) -> Work:
@@ -185,6 +188,25 @@ def check_weights(weights: Tensor, shape: tuple[int, int]) -> None:
         raise InvalidInputError(
             f"weights must be contiguous along heads, but they have the strides {weights.stride()}. Pass "
             "weights.contiguous()."
+        )
+
+
+def check_out(named: Mapping[str, Tensor], shape: tuple[int, int], what: str) -> None:
+    """Refuse a result of another dtype, shape or layout, or one that shares memory with an operand. Its rows begin at
+    multiples of 16 bytes, since kernels write so much at once."""
+    out = named["out"]
+    if out.dtype not in OUTPUTS or tuple(out.shape) != shape:
+        known = " or ".join(map(str, OUTPUTS))
+        raise InvalidInputError(f"out must be {known} {shape}: {what}, but it is {out.dtype} {shape_of(out)}.")
+    if checks.is_fake(named.values()) or not out.numel():
+        return
+    checks.check_row_major("out", out)
+    checks.check_no_overlap("out", out, {name: x for name, x in named.items() if name != "out"})
+    check_aligned("out", out)
+    if out.shape[0] > 1 and out.stride(0) * out.element_size() % TMA_BYTES:
+        raise InvalidInputError(
+            f"rows of out must begin at multiples of {TMA_BYTES} bytes, but its strides are {out.stride()}. Allocate "
+            "them with padding."
         )
 
 

@@ -60,8 +60,8 @@ class MGrouped(Gemm):
             Parameter("ensure_zero_padding", "bool", True, "before"),
             Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
             *self.finishing,
-            Parameter("alignment", "int", 1, "added"),
-            Parameter("form", "str", "nt", "added"),
+            Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "added"),
+            layouts.form(self.product.forms),
         )
 
     def axes(self, form: str | None) -> Mapping[str, str]:
@@ -79,8 +79,12 @@ class MGrouped(Gemm):
         """
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
+        if self.is_masked:
+            size = check_expected_m("expected_m", given["expected_m"])
+        else:
+            size = checks.check_alignment(given["alignment"])
         epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
-        if (parts := epilogues.parse(epilogue)).expression is not None:
+        if (parts := self.epilogue_of(given)).expression is not None:
             raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
         if self.is_scaled:
@@ -94,8 +98,6 @@ class MGrouped(Gemm):
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
         self._check_dtypes(named, form)
         checks.check_int32(self.layout, layout)
-        if why := parts.refusal(groups=True):
-            raise UnsupportedError(why)
         if d.dtype != torch.bfloat16 and SCALES_OF_D not in named:
             raise InvalidInputError(
                 f"d of a GEMM grouped by M must be torch.bfloat16, but it is {d.dtype}. Pass a bfloat16 d, and cast it "
@@ -106,7 +108,7 @@ class MGrouped(Gemm):
         check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
         if self.is_scaled:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
-        self.check_fused(named, epilogue)
+        self.check_fused(named, parts)
         of_rows = [part.name for part in epilogues.PARTS if part.axes == "m" and part.name in named]
         named |= {name: _flat_rows(name, named[name]) for name in of_rows}
         if checks.is_fake(named.values()):
@@ -118,7 +120,7 @@ class MGrouped(Gemm):
         self._weights(b)
         _check_places(named)
         tensors = dict(zip(self.operands, named.values(), strict=True))
-        op, size = self.name + PSUM * is_psum, given["expected_m" if self.is_masked else "alignment"]
+        op = self.name + PSUM * is_psum
         more = {"groups": groups, "size": size, "epilogue": epilogue, "alpha": alpha}
         return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, **more)
 

@@ -18,7 +18,7 @@ from ..spec import LogitsScheduleSpec, PagedLogitsSpec, ceil_div
 from . import checks, device_values
 from .checks import shape_of
 from .layouts import TMA_BYTES
-from .logits import OUTPUTS, check_aligned, check_dense, check_queries, check_weights, chunks
+from .logits import OUTPUTS, check_aligned, check_dense, check_out, check_queries, check_weights, chunks
 
 SCALE_BYTES = 4
 PAGE_KEYS = (32, 64)
@@ -84,6 +84,7 @@ class PagedMqaLogits(Operation):
                 "get_paged_mqa_logits_metadata returns."
             )
         check_dense("schedule_meta", schedule, torch.int32, (schedule.shape[0], 2), "of get_paged_mqa_logits_metadata")
+        check_out(named, (rows, out.shape[1]), "a row for each token")
         if checks.is_fake(named.values()) or not out.numel() or not cache.numel() or not table.numel():
             return None
         for name in ("q", "kv_cache", "out"):
@@ -192,8 +193,12 @@ class PagedMqaLogitsMetadata(Operation):
                 f"context_lens must be torch.int32 and contiguous, but it is {lengths.dtype} with strides "
                 f"{lengths.stride()}. Pass .to(torch.int32).contiguous()."
             )
+        if out.shape[0] < 2:
+            raise InvalidInputError(f"out must have a row for each CTA and one more, not {shape_of(out)}.")
+        check_dense("out", out, torch.int32, (out.shape[0], 2), "where each CTA begins")
         if checks.is_fake(named.values()):
             return None
+        checks.check_no_overlap("out", out, {"context_lens": lengths})
         if not lengths.numel():
             out.zero_()
             return None

@@ -37,6 +37,10 @@ _BLOCK: dict[Blocks, tuple[int, int]] = {
 """Rows and columns of the matrix that share a scale."""
 
 
+_CHOICES: dict[str, tuple[Blocks, ...]] = {"plain": ("row", "column", "tile"), "transposed": ("column", "tile")}
+"""The blocks that kernels have for each output."""
+
+
 @record(frozen=True, eq=False)
 class QuantizeOperands:
     """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``; and E4M3 values and float32 scales for
@@ -61,7 +65,7 @@ class Quantize(Operation):
             Parameter("x", "Tensor"),
             *(Parameter(name, "Tensor | None", None) for name in optional),
             *(Parameter(name, "tuple[Tensor, Tensor]") for name in written),
-            *(Parameter(f"{name}_blocks", "Blocks") for name in written),
+            *(Parameter(f"{name}_blocks", "Blocks", choices=_CHOICES[name]) for name in written),
             Parameter("use_ue8m0", "bool", False),
             Parameter("epsilon", "float", AMAX_MIN),
             Parameter("gated", "bool", False),

@@ -30,7 +30,7 @@ _IN_PLACE = {"add_gelu": "x", "mul_add": "z", "rms_norm": "x", "layer_norm": "x"
 """The input that a 16-bit result may overwrite."""
 
 _OPTIONS = {
-    "add_gelu": (Parameter("approximate", "str"),),
+    "add_gelu": (Parameter("approximate", "str", choices=("none", "tanh")),),
     "mul_add": (),
     "silu_and_mul": (Parameter("interleaved", "bool"), Parameter("limit", "float")),
     "rms_norm": (Parameter("eps", "float"),),
@@ -139,10 +139,7 @@ class RowFunction(Operation):
             )
         form = FUNCTIONS[self.function].forms[0]
         if "approximate" in given:
-            approximate = given["approximate"]
-            if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
-                raise InvalidInputError(f"approximate must be 'none' or 'tanh', but it is {checks.shown(approximate)}.")
-            form = "tanh" if approximate == "tanh" else form
+            form = "tanh" if given["approximate"] == "tanh" else form
         if "interleaved" in given:
             checks.check_bool("interleaved", given["interleaved"])
             form = "interleaved" if given["interleaved"] else form

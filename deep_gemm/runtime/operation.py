@@ -19,6 +19,7 @@ from deep_gemm.kernels.base import Numbers, Strides
 from deep_gemm.records import record
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Spec, align
+from deep_gemm.tensors import shown
 
 
 class Operands(Protocol):
@@ -106,6 +107,7 @@ class Parameter:
     ``use`` says where its value goes. "call": the launch may depend on it. "refused": it must be None in this version.
     "before": the public function uses it, or it has no effect; the operation never sees it. "added": the public
     function itself gives it to the operation. "diverts": if it is not None, `Operation.diverted` makes the call.
+    ``choices``: a text, and no other than these.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Parameter:
     default: Any = REQUIRED
     use: Literal["call", "refused", "before", "added", "diverts"] = "call"
     keyword: bool = False
+    choices: tuple[str, ...] = ()
 
 
 class Operation(ABC):
@@ -172,8 +175,18 @@ class Operation(ABC):
         return {parameter.name: parameter.default for parameter in self.arguments}
 
     def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `check` by name. Those that are left out have their defaults."""
-        return self._defaults | dict(zip(self._defaults, arguments, strict=False)) | dict(named)
+        """The arguments of `check` by name. Those that are left out have their defaults. Refuses a text that is none of
+        a parameter's choices: operators take any."""
+        found = self._defaults | dict(zip(self._defaults, arguments, strict=False)) | dict(named)
+        for name, choices in self._choices.items():
+            if not isinstance(found[name], str) or found[name] not in choices:
+                known = " or ".join(map(repr, choices))
+                raise InvalidInputError(f"{name} must be {known}, but it is {shown(found[name])}.")
+        return found
+
+    @functools.cached_property
+    def _choices(self) -> dict[str, tuple[str, ...]]:
+        return {parameter.name: parameter.choices for parameter in self.arguments if parameter.choices}
 
     @abstractmethod
     def check(self, *arguments: Any, **named: Any) -> Any:

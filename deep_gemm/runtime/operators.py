@@ -243,9 +243,12 @@ def _functional(variants: Sequence[Operation], call: Callable[..., None]) -> Cal
     def functional(*flat: Any) -> Any:
         given, fresh = list(flat), []
         for index, keeps in places.items():
-            if index < len(given) and given[index] is not None:
-                given[index] = given[index].clone() if keeps else torch.empty_like(given[index])
-                fresh.append(given[index])
+            if index < len(given) and (x := given[index]) is not None:
+                # With the strides that the caller chose, which torch keeps of dense tensors only: kernels need them.
+                strides = torch.empty_like(x).stride() if 0 in x.stride() else x.stride()
+                new = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+                given[index] = new.copy_(x) if keeps else new
+                fresh.append(new)
         call(*given)
         return fresh[0] if len(places) == 1 else fresh
 
