@@ -7,10 +7,10 @@
 #                KERNELS=DIRECTORY keeps the compiled kernels there, for the next build
 # make shipped-calls  draw 20,000 calls for each GPU model, and fail if the wheel would lack the kernel of one: some two minutes
 # make faults    repeat the cache's tests of faults and of many processes, COUNT=20 times; stops at the first failure
-# make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw charts, fill README's tables; BUDGET=900 bounds the
+# make bench     on a GPU: record benchmarks/results of FP8 and BF16, draw README's chart, fill its tables; BUDGET=900 bounds the
 #                seconds of each mode; DEEPGEMM=DIRECTORY also times the DeepGEMM that pip install --target put there
 # make sanitize  on a GPU: run kernels of every kind under compute-sanitizer, which it installs; some 4 minutes
-# make readme    fill the generated parts of README.md and docs/, and draw docs/charts, from benchmarks/results and the settings
+# make readme    fill the generated parts of README.md and docs/, and draw its chart, from benchmarks/results and the settings
 # make clean     remove .venv
 #
 # All create .venv if it is missing. Variables: PYTHON=python3.12 picks the interpreter; INSTALL=wheel tests the built wheel instead

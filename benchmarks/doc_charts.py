@@ -1,7 +1,9 @@
 """The charts of the documentation, from recorded rows. Needs matplotlib (the `docs` extra).
 
-python benchmarks/doc_charts.py          draw docs/charts/*.svg from benchmarks/results
-python benchmarks/doc_charts.py --check  say whether they show today's rows, by the exit status
+python benchmarks/doc_charts.py          draw README's chart in docs/charts from benchmarks/results
+python benchmarks/doc_charts.py --check  say whether it shows today's rows, by the exit status
+
+All others are drawn when `make docs` builds the pages.
 
 Ours is drawn in one strong colour. All others have muted colours, and differ in lightness, dash and marker too, so that
 colour is never the only difference. Each chart has a light and a dark variant.
@@ -337,24 +339,27 @@ def _caption(figure: Any, rows: Sequence[Row], theme: Theme) -> None:
 
 
 def outdated(charts: Path = CHARTS, results: Path = RESULTS) -> list[str]:
-    """Files of charts that are missing, or show other rows than `results` holds."""
-    found = []
-    for name in EVERY:
-        said = f"rows {digest(rows_of(name, results))}"
-        paths = (charts / f"{name}-{variant}.svg" for variant in THEMES)
-        found += [path.name for path in paths if not path.exists() or said not in path.read_text()]
-    return found
+    """Files of README's chart that are missing, or show other rows than `results` holds."""
+    said = f"rows {digest(rows_of(OVERVIEW, results))}"
+    paths = (charts / f"{OVERVIEW}-{variant}.svg" for variant in THEMES)
+    return [path.name for path in paths if not path.exists() or said not in path.read_text()]
+
+
+def draw(folder: Path, names: Iterable[str] = tuple(name for name in EVERY if name != OVERVIEW)) -> None:
+    """Draw charts, in both variants. By default those that the repository does not hold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        rows = rows_of(name)
+        for variant, theme in THEMES.items():
+            (folder / f"{name}-{variant}.svg").write_text(svg(rows, theme))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Draw all charts, or with --check say which are out of date."""
+    """Draw README's chart, or with --check say whether it is out of date."""
     if "--check" in arguments:
-        print(f"Out of date: {', '.join(outdated())}. Run make readme." if outdated() else "Charts are up to date.")
+        print(f"Out of date: {', '.join(outdated())}. Run make readme." if outdated() else "The chart is up to date.")
         return int(bool(outdated()))
-    CHARTS.mkdir(parents=True, exist_ok=True)
-    for name in EVERY:
-        for variant, theme in THEMES.items():
-            (CHARTS / f"{name}-{variant}.svg").write_text(svg(rows_of(name), theme))
+    draw(CHARTS, [OVERVIEW])
     return 0
 
 

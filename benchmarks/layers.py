@@ -4,7 +4,7 @@
 
 Each line is M x N x K, as `deep-gemm bench` and `calibrate survey` take it. Every second model is kept out of all fits:
 with `--kept-out` only those are drawn, without it only the others. A claim is made on what is kept out. An N x K that a
-survey in results/ has is not kept out, whichever model it is of: constants, serving sets and rules come from surveys.
+survey has (`SURVEYED`) is not kept out, whichever model it is of: constants, serving sets and rules come from surveys.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from functools import cache
 from pathlib import Path
 
 from deep_gemm.aot import workload
-from deep_gemm.bench.rows import PACKED
 from deep_gemm.errors import DeepGemmError
 
 MODELS = Path(__file__).with_name("models.json")
 """Sizes of forty models without experts, from the `config.json` that each was published with."""
-RESULTS = Path(__file__).with_name("results")
+SURVEYED = (
+    *((640, 1536), (768, 1024), (1024, 384), (1024, 512), (1024, 768), (1024, 3072), (1536, 768), (2304, 512)),
+    *((2304, 1024), (2560, 512), (4608, 512), (7168, 8192), (8192, 28672), (57344, 8192)),
+)
+"""N x K of models that are kept out, which a survey had nevertheless. A survey that a fit uses adds its own."""
 
 GPUS = (1, 2, 4, 8)
 """Over how many GPUs a model's layers are divided."""
@@ -36,13 +39,7 @@ def layers(kept_out: bool, family: str = "") -> tuple[tuple[int, int], ...]:
     models = list(json.loads(MODELS.read_text()).items())
     known, others = models[::2], models[1::2]
     found = _layers_of(sizes for name, sizes in (others if kept_out else known) if name.startswith(family))
-    return tuple(sorted(found - _layers_of(sizes for _, sizes in known) - _surveyed() if kept_out else found))
-
-
-def _surveyed() -> set[tuple[int, int]]:
-    """N x K of all surveys in results/, without `survey.load`, which checks each time in them."""
-    lines = (line for path in RESULTS.glob("survey*.jsonl") for line in path.read_text().splitlines())
-    return {(row["n"], row["k"]) for row in map(json.loads, lines) if row["mode"] != PACKED}
+    return tuple(sorted(found - _layers_of(sizes for _, sizes in known) - set(SURVEYED) if kept_out else found))
 
 
 def _layers_of(models: Iterable[dict[str, int]]) -> set[tuple[int, int]]:

@@ -1,9 +1,14 @@
 """How Sphinx builds these pages: `make docs`."""
 
 import re
+import sys
 from pathlib import Path
 
 import deep_gemm
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import doc_charts
 
 project = "deep_gemm"
 author = copyright = "deep_gemm authors"
@@ -37,20 +42,30 @@ _PICTURE = re.compile(
     r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*<img [^>]*?src=\"(?P<light>[^\"]+)\"[^>]*?"
     r"alt=\"(?P<alt>[^\"]*)\"[^>]*>\s*</picture>"
 )
+_CHART = re.compile(r"<!-- chart: (?P<name>[\w-]+): (?P<alt>[^\n]*) -->")
+"""The place of a chart that is drawn when pages are built; GitHub shows nothing there."""
+_DRAWN = "_charts"
+
+
+def _draw(app):
+    doc_charts.draw(Path(app.srcdir, _DRAWN))
 
 
 def _prepare(app, name, source):
-    """Make two images of the theme of a picture with a dark variant, which GitHub shows as it is written; and leave out
-    optional pages that are missing."""
+    """Make two images of the theme of a chart, and of a picture with a dark variant, which GitHub shows as it is
+    written; and leave out optional pages that are missing."""
 
     def images(found):
+        paths = found.groupdict()
+        if "name" in paths:
+            paths |= {theme: f"/{_DRAWN}/{paths['name']}-{theme}.svg" for theme in doc_charts.THEMES}
         both = "".join(
-            f"```{{image}} {path}\n:alt: {found['alt']}\n:class: only-{theme}\n```\n"
-            for theme, path in (("light", found["light"]), ("dark", found["dark"]))
+            f"```{{image}} {paths[theme]}\n:alt: {paths['alt']}\n:class: only-{theme}\n```\n"
+            for theme in doc_charts.THEMES
         )
         return f"````{{container}} chart\n{both}````\n"
 
-    source[0] = _PICTURE.sub(images, source[0])
+    source[0] = _CHART.sub(images, _PICTURE.sub(images, source[0]))
     if name == "api":
         source[0] += _other_names(source[0])
     missing = [page for page in _OPTIONAL if not Path(app.srcdir, f"{page}.md").exists()]
@@ -67,4 +82,5 @@ def _other_names(text):
 
 
 def setup(app):
+    app.connect("builder-inited", _draw)
     app.connect("source-read", _prepare)
