@@ -179,6 +179,14 @@ def expert_parallel(mesh: DeviceMesh, chosen: str, experts: int = 4) -> Errors:
     if chosen == "one rank":
         with torch.no_grad():  # the first experts get all
             layer.router.weight.zero_()
+    if chosen == "some are dropped":
+        routed: Any = layer.route
+
+        def route(x: Tensor) -> tuple[Tensor, Tensor]:
+            weights, experts_of = routed(x)
+            return weights, experts_of.masked_fill(x[:, :1] > 1, -1).masked_fill(x[:, 1:3] > 1, experts)
+
+        setattr(layer, "route", route)  # noqa: B010
     alone = step(layer, *(torch.cat(parts) for parts in zip(*batches, strict=True)))
     with torch.inference_mode():
         whole_y = layer(torch.cat([x for x, _ in batches]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from deep_gemm.ops import quantize as ops
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.quantize import Quantized
 from deep_gemm.spec import AMAX_MIN, Blocks, align
+from deep_gemm.tensors import check_tensor, kind_of
 
 WeightGradient: TypeAlias = Literal["1x128", "mixed"]
 """How x is scaled in the weight gradient: by 1 x 128, as in DeepSeek-V3, or "mixed": by 128 x 128. Gradients of the
@@ -26,9 +27,32 @@ BLOCKS: dict[str, Blocks] = {"1x128": "column", "mixed": "tile"}
 RECIPES = {name: linear.RECIPES[blocks] for name, blocks in BLOCKS.items()}
 
 
-def row_major(x: Tensor) -> Tensor:
-    """x, or a copy whose rows are contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+def row_major(x: Tensor, name: str = "x") -> Tensor:
+    """x, or a copy whose rows are contiguous. What is copied is checked first, since torch reads it unchecked."""
+    if x.stride(-1) == 1:
+        return x
+    check_tensor(name, x)
+    return x.contiguous()
+
+
+def refuse_input(x: Any, shape: str) -> NoReturn:
+    """Refuse an input of a layer that is no dense tensor of this shape."""
+    came = f"it is {kind_of(x)}"
+    if isinstance(x, Tensor):
+        if x.layout is not torch.strided and not x.is_nested:
+            check_tensor("x", x)
+        came = "it is a nested tensor" if x.is_nested else f"its shape is {tuple(x.shape)}"
+    raise InvalidInputError(f"x must be a tensor {shape}, but {came}.")
+
+
+def check_read(x: Tensor) -> None:
+    """Refuse an x that torch shall read or cast before a kernel's call checks it: without memory, or no number of 16
+    bits or more."""
+    check_tensor("x", x)
+    if not x.is_floating_point() or x.element_size() < 2:
+        raise InvalidInputError(
+            f"x must be a tensor of torch.bfloat16, float16, float32 or float64, but it is {kind_of(x)}."
+        )
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
@@ -66,7 +90,10 @@ def compact(x: Tensor) -> Tensor:
             "x is inside torch.func.vmap or another transform of torch.func, which layers do not take. Call the layer "
             "on plain tensors: they may have any rank, and backward() computes gradients."
         )
-    return x if x.is_contiguous() else row_major(x.reshape(-1, x.shape[-1]))
+    if x.is_contiguous():
+        return x
+    check_tensor("x", x)  # reshape may copy it
+    return row_major(x.reshape(-1, x.shape[-1]))
 
 
 def _is_traced_in_transform() -> bool:

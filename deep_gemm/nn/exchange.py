@@ -23,21 +23,23 @@ class Exchange:
 
     def __call__(self, x: Tensor, chosen: Tensor, experts: int, run: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The results of tokens x (tokens, width) by the experts that each chose, (tokens, top_k): (tokens, top_k,
-        width). ``run(rows, experts)`` computes rows by experts of this rank, numbered from 0. ``experts`` is the number
-        of all of them."""
+        width), zeros where a choice is none of the ``experts`` of all ranks. ``run(rows, experts)`` computes rows by
+        experts of this rank, numbered from 0."""
         (tokens, top_k), group, ranks = chosen.shape, self.mesh.get_group(), self.mesh.size()
-        expert, order = chosen.flatten().sort(stable=True)
+        dropped = (chosen < 0) | (chosen >= experts)
+        expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(experts, device=x.device), right=True)
         sent = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         out, into = torch.stack([sent.sum(1), received.sum(1)]).tolist()  # waits for the GPU
+        order = order[: sum(out)]  # dropped ones are the last
         rows = Moved.apply(Chosen.apply(x, order, top_k), out, into, group)
         own = torch.arange(sent.shape[1], device=x.device).repeat(ranks)
         of_rows = own.repeat_interleave(received.flatten(), output_size=sum(into))
         back: Tensor = Moved.apply(run(rows, of_rows[:, None]), into, out, group)
-        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return back[places].view(tokens, top_k, back.shape[1])
+        results = back.new_zeros(tokens * top_k, back.shape[1]).index_copy(0, order, back)
+        return results.view(tokens, top_k, back.shape[1])
 
 
 class Chosen(torch.autograd.Function):
@@ -54,7 +56,8 @@ class Chosen(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        rows = torch.empty_like(dy)
+        tokens, top_k, width = ctx.shape
+        rows = dy.new_zeros(tokens * top_k, width)
         rows[order] = dy
         return rows.view(ctx.shape).float().sum(1).to(dy.dtype), None, None
 

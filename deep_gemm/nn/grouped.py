@@ -58,9 +58,11 @@ class FP8GroupedLinear(FP8Weights):
         """x (rows, in_features), in the order of ``routing``, such as ``routing.spread(tokens)``; the result is (rows,
         out_features), in the dtype of x or of autocast. Rows of padding must be zeros, and are zeros in the
         result."""
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.shape[1] != self.in_features:
-            came = f"its shape is {tuple(x.shape)}" if isinstance(x, Tensor) else f"it is {kind_of(x)}"
-            raise InvalidInputError(f"x must be a tensor (rows, {self.in_features}), but {came}.")
+        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+        if not is_dense or x.dim() != 2 or x.shape[1] != self.in_features:
+            casts.refuse_input(x, f"(rows, {self.in_features})")
+        if not isinstance(routing, Routing):
+            raise InvalidInputError(f"routing must be a deep_gemm.nn.Routing, but it is {kind_of(routing)}.")
         dtype, x = casts.result_dtype(x), casts.as_rows(x, self.in_features)
         if self.takes_gradient():
             groups = routing.labels, routing.sizes

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.weights import Divisible, FP8Weights, Options, find_main_grad
-from deep_gemm.tensors import kind_of
+from deep_gemm.tensors import kind_of, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,11 +44,9 @@ class Linear(Divisible):
         """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
         autocast."""
         width = self.in_features // self.shards[1]
-        if not isinstance(x, Tensor) or x.is_nested or x.dim() == 0 or x.shape[-1] != width:
-            came = f"it is {kind_of(x)}"
-            if isinstance(x, Tensor):
-                came = "it is a nested tensor" if x.is_nested else f"its shape is {tuple(x.shape)}"
-            raise InvalidInputError(f"x must be a tensor (..., {width}), but {came}.")
+        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+        if not is_dense or x.dim() == 0 or x.shape[-1] != width:
+            casts.refuse_input(x, f"(..., {width})")
         # As `casts.result_dtype`: a call of a function, and a device object, cost a microsecond.
         kind = "cuda" if x.is_cuda else x.device.type
         if kind == "meta":
@@ -196,6 +194,9 @@ class BF16Linear(Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(size, int) or size < 1:
+                raise InvalidInputError(f"{name} must be a whole number from 1, but it is {shown(size)}.")
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -231,5 +232,7 @@ class BF16Linear(Linear):
             )
         fused = self.fuse_wgrad_accumulation and self.weight.requires_grad and torch.is_grad_enabled()
         main = self.own(find_main_grad(self.weight)) if fused else None
+        if x.dtype != dtype:
+            casts.check_read(x)
         rows = x.to(dtype).reshape(-1, x.shape[-1])
         return products.HalfProduct.apply(rows, self.own(self.weight).to(dtype), bias, main)

@@ -119,17 +119,22 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are (..., width) bfloat16. Under an autocast to bfloat16, x of another dtype is cast."""
-        dtype = casts.result_dtype(x) if isinstance(x, Tensor) else None
-        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.width or dtype != torch.bfloat16:
-            came = f"it is {kind_of(x)}" + (f" {tuple(x.shape)}" if isinstance(x, Tensor) else "")
-            raise InvalidInputError(f"x must be a torch.bfloat16 tensor (..., {self.width}), but {came}.")
-        x = x.to(torch.bfloat16)
+        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+        if not is_dense or x.dim() == 0 or x.shape[-1] != self.width:
+            casts.refuse_input(x, f"(..., {self.width})")
+        if casts.result_dtype(x) != torch.bfloat16:
+            raise InvalidInputError(
+                f"x must be a torch.bfloat16 tensor (..., {self.width}), but it is {kind_of(x)}. Call .bfloat16() on "
+                "it, or the layer under torch.autocast."
+            )
         tokens = casts.as_rows(x, self.width)
+        casts.check_read(tokens)
+        tokens = tokens.to(torch.bfloat16)
         weights, chosen = self.route(tokens)
         if self.exchange is None:
             return self._computed(tokens, weights, chosen).view(x.shape)
         rows = self.exchange(tokens, chosen, self.gate_up.num_groups, self._whole)
-        return (rows.float() * weights[..., None]).sum(1).to(x.dtype).view(x.shape)
+        return (rows.float() * weights[..., None]).sum(1).to(torch.bfloat16).view(x.shape)
 
     def _whole(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row by one expert of this rank, with the weight 1."""

@@ -10,13 +10,16 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
+from deep_gemm.runtime.operation import Fault, refuse_faults
+from deep_gemm.settings import settings
 from deep_gemm.spec import SCALE_BLOCK, align
+from deep_gemm.tensors import check_tensor, is_traced, kind_of, shown
 
 
 @dataclass(frozen=True)
 class Routing:
     """Where the rows of each expert are in a matrix of all rows. An expert's rows lie together, and begin at a multiple
-    of 128. Other rows are padding. All tensors are on the device of the tokens.
+    of 128. Other rows are padding, the last one always. All tensors are on the device of the tokens.
 
     >>> routing = deep_gemm.nn.Routing.from_choices(torch.tensor([[1], [0], [1]]), experts=2)
     >>> routing.sizes.tolist(), routing.rows.flatten().tolist()
@@ -24,7 +27,7 @@ class Routing:
     """
 
     rows: Tensor
-    """(tokens, top_k) int64: the row of each choice of a token."""
+    """(tokens, top_k) int64: the row of each choice of a token. That of a dropped choice is the last row, of zeros."""
     tokens: Tensor
     """(capacity,) int64: the token of each row. Padding has the number of tokens, one past the last."""
     labels: Tensor
@@ -34,8 +37,12 @@ class Routing:
 
     @classmethod
     def from_choices(cls, chosen: Tensor, experts: int) -> Routing:
-        """``chosen`` (tokens, top_k) int64 are the experts of each token. Nothing here waits for the GPU: the number of
-        rows is an upper bound that follows from shapes.
+        """``chosen`` (tokens, top_k) int64 are the experts of each token, from 0 to ``experts`` - 1. A choice of -1 or
+        ``experts`` is dropped, such as one that another rank serves: it takes no row, and adds zeros. Nothing here
+        waits for the GPU: the number of rows is an upper bound that follows from shapes.
+
+        Raises InvalidInputError, which names the argument. On a GPU only DG_CHECK=1 looks for other numbers; they are
+        dropped.
 
         >>> chosen = torch.tensor([[0, 3], [1, 3], [3, 0]])  # two experts for each of three tokens
         >>> deep_gemm.nn.Routing.from_choices(chosen, experts=4).rows
@@ -43,34 +50,57 @@ class Routing:
                 [128, 257],
                 [258,   1]])
         """
-        if chosen.dim() != 2 or chosen.dtype != torch.int64:
-            raise InvalidInputError(
-                f"chosen must be torch.int64 (tokens, top_k), but it is {chosen.dtype} {tuple(chosen.shape)}."
-            )
+        if not isinstance(chosen, Tensor) or chosen.dim() != 2 or chosen.dtype != torch.int64:
+            came = f" {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else ""
+            raise InvalidInputError(f"chosen must be torch.int64 (tokens, top_k), but it is {kind_of(chosen)}{came}.")
+        check_tensor("chosen", chosen)
+        if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
+            raise InvalidInputError(f"experts must be a whole number from 1, but it is {shown(experts)}.")
+        if (settings.check or chosen.device.type == "cpu") and not is_traced([chosen]):
+            refuse_faults("Routing.from_choices", chosen.device, lambda: _unknown(chosen, experts))
         device, (tokens, top_k) = chosen.device, chosen.shape
         # A group begins with a new block of scales too, because rows are the K of weight gradients.
         alignment = math.lcm(get_mk_alignment_for_contiguous_layout(), SCALE_BLOCK)
         choices = tokens * top_k
+        # All groups fit, and then the last row is padding: of the last group, or of none if that has no padding.
         capacity = align(choices + min(experts, choices) * (alignment - 1), alignment)
-        expert, order = chosen.flatten().sort(stable=True)
+        dropped = (chosen < 0) | (chosen >= experts)
+        expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(experts, device=device), right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))
         sizes = (counts + alignment - 1) // alignment * alignment
         shift = (sizes.cumsum(0) - sizes) - (ends - counts)  # from places without padding to rows
-        row = torch.arange(choices, device=device) + shift[expert]
+        dropped = expert == experts
+        row = torch.arange(choices, device=device) + shift[expert.clamp(max=experts - 1)]
+        row = row.masked_fill(dropped, capacity - 1)
         labels = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         return cls(
             rows=torch.empty_like(row).scatter_(0, order, row).view(tokens, top_k),
-            tokens=torch.full((capacity,), tokens, device=device).scatter_(0, row, order // top_k),
-            labels=labels.scatter_(0, row, expert.int()),
+            tokens=torch.full((capacity,), tokens, device=device).scatter_(
+                0, row, (order // top_k).masked_fill(dropped, tokens)
+            ),
+            labels=labels.scatter_(0, row, expert.int().masked_fill(dropped, -1)),
             sizes=sizes.int(),
         )
 
     def spread(self, x: Tensor) -> Tensor:
         """The rows (capacity, columns) of tokens x (tokens, columns). Rows of padding are zeros."""
+        check_tensor("x", x, (2,))
         return torch.cat([x, x.new_zeros(1, x.shape[1])])[self.tokens]
 
     def choices(self, x: Tensor) -> Tensor:
         """From rows x (capacity, columns), those of each token's choices: (tokens, top_k, columns) float32. A sum over
-        them has a fixed order, so that its bits repeat."""
+        them has a fixed order, so that its bits repeat. Of a dropped choice it is a row of padding, which must be zeros
+        in x, as layers leave it."""
+        check_tensor("x", x, (2,))
         return x[self.rows].float()
+
+
+def _unknown(chosen: Tensor, experts: int) -> list[Fault]:
+    def say(token: int, choice: int) -> str:
+        return (
+            f"chosen[{token}, {choice}] is {int(chosen[token, choice])}, but experts are from 0 to {experts - 1}, and "
+            f"-1 or {experts} drops a choice."
+        )
+
+    return [Fault((chosen < -1) | (chosen > experts), say)]

@@ -34,8 +34,8 @@ def check_word(name: str, value: Any, words: Any) -> None:
 def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
     """Why an FP8 layer cannot have these sizes or this dtype, as the end of a sentence; "" if it can."""
     for name, size in (("in_features", in_features), ("out_features", out_features)):
-        if size < TMA_BYTES or size % TMA_BYTES:
-            return f"{name} must be a multiple of {TMA_BYTES}, but it is {size}"
+        if not isinstance(size, int) or size < TMA_BYTES or size % TMA_BYTES:
+            return f"{name} must be a multiple of {TMA_BYTES}, but it is {shown(size)}"
     if dtype not in MASTERS:
         return f"weights must be {', '.join(map(str, MASTERS[:2]))} or {MASTERS[2]}, but they are {dtype}"
     return ""
@@ -132,7 +132,7 @@ class FP8Weights(Divisible):
             return self.plain()
         if self.mode == "inference":
             return self.weight, self.weight_scale_inv
-        return casts.row_major(self.weight), None
+        return casts.row_major(self.weight, "weight"), None
 
     def recorded(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """The weight that takes the gradient, its cast, and the cast of its transpose: None if backward makes it. A
@@ -166,7 +166,7 @@ class FP8Weights(Divisible):
         key = held._version, _steps(), weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0]() is not held or self._cast[1] != key:
             with torch.inference_mode(False):  # it may be saved for a backward pass later
-                self._cast = weakref.ref(held), key, casts.weights(casts.row_major(weight))
+                self._cast = weakref.ref(held), key, casts.weights(casts.row_major(weight, "weight"))
         return self._cast[2]
 
     def main_grad(self) -> Tensor | None:

@@ -98,6 +98,7 @@ class Epilogue:
             self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
+            check_tensor("alpha", self.alpha)
             if rows is not None:
                 raise UnsupportedError(
                     "alpha as a tensor and row_factor cannot be combined. Pass row_factor=alpha * row_factor."

@@ -96,6 +96,19 @@ class Fault:
     say: Callable[..., str]
 
 
+def refuse_faults(name: str, device: torch.device, find: Callable[[], Sequence[Fault]]) -> None:
+    """Refuse operands of ``name`` on ``device`` with faults. Waits for the device once."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"DG_CHECK=1 reads values of {name} on the host, and a CUDA graph is being captured, during which nothing "
+            "can wait for the GPU. Unset DG_CHECK for the capture, and check a call before it."
+        )
+    faults = find()
+    for fault, found in zip(faults, torch.stack([fault.where.any() for fault in faults]).tolist(), strict=True):
+        if found:
+            raise InvalidInputError(fault.say(*fault.where.nonzero()[0].tolist()))
+
+
 REQUIRED: Any = inspect.Parameter.empty
 """The default of an argument that has none."""
 
@@ -203,17 +216,8 @@ class Operation(ABC):
 
     def check_values(self, x: Any) -> None:
         """Refuse values in the memory of checked operands that break the contract. Waits for the device once."""
-        if "check" not in self.settings:
-            return
-        if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                f"DG_CHECK=1 reads values of {self.name} on the host, and a CUDA graph is being captured, during which "
-                "nothing can wait for the GPU. Unset DG_CHECK for the capture, and check a call before it."
-            )
-        faults = self.faults(x)
-        for fault, found in zip(faults, torch.stack([fault.where.any() for fault in faults]).tolist(), strict=True):
-            if found:
-                raise InvalidInputError(fault.say(*fault.where.nonzero()[0].tolist()))
+        if "check" in self.settings:
+            refuse_faults(self.name, x.device, lambda: self.faults(x))
 
     @abstractmethod
     def work(self, x: Any, device: int) -> Work:

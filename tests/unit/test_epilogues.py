@@ -138,6 +138,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "alpha": (given(alpha="1"), "alpha must be a finite number or a float32 tensor of one element, but it is '1'"),
     "alpha, infinite": (given(alpha=float("inf")), "alpha must be a finite number"),
+    "alpha, sparse": (given(alpha=torch.ones(1).to_sparse()), r"alpha has the layout torch\.sparse_coo\. Pass a dense"),
     "alpha of two": (given(alpha=torch.ones(2)), r"alpha must be .* of one element, but it is .* of \(2,\)"),
     "alpha and factors": (given(alpha=torch.ones(1), row_factor=torch.ones(M)), "Pass row_factor=alpha . row_factor"),
     "bias, a list": (given(bias=[1.0]), "bias must be a torch.Tensor, but it is of type list"),

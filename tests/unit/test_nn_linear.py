@@ -242,6 +242,9 @@ def nested(width: int) -> Tensor:
     [
         (lambda: FP8Linear(100, 64), "in_features must be a multiple of 16, but it is 100."),
         (lambda: FP8Linear(64, 0), "out_features must be a multiple of 16, but it is 0."),
+        (lambda: FP8Linear(64, 64.0), "out_features must be a multiple of 16, but it is 64.0."),  # type: ignore[arg-type]
+        (lambda: BF16Linear(0, 16), "in_features must be a whole number from 1, but it is 0."),
+        (lambda: BF16Linear(16, -1), "out_features must be a whole number from 1, but it is -1."),
         (lambda: FP8Linear(64, 64, dtype=torch.float64), "weights must be torch.float32, torch.bfloat16 or"),
         (lambda: FP8Linear(64, 64, mode="fast"), "mode must be 'training' or 'inference', but it is 'fast'."),  # type: ignore[arg-type]
         (lambda: FP8Linear(64, 64, weight_gradient="2d"), "weight_gradient must be '1x128' or 'mixed', but"),  # type: ignore[arg-type]

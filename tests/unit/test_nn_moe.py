@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nn_cases import BOUNDS, EXPERT_BOUNDS, IN, OUT, check, experts_exact, experts_results, matrix, relative
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import deep_gemm
 from deep_gemm import InvalidInputError
-from deep_gemm.nn import FP8GroupedLinear, MoE, Routing, moe, products
+from deep_gemm.nn import BF16Linear, FP8GroupedLinear, FP8Linear, MoE, Routing, moe, products
 
 EXPERTS = 5
 
@@ -196,7 +197,9 @@ def test_the_mixed_recipe_changes_gradients_of_weights_alone() -> None:
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
-    layer, x = mixture(), matrix(37, IN)
+    layer, x = mixture(), matrix(37, IN).mul(8).round().div(8)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.randint(-4, 5, layer.router.weight.shape))  # scores are exact, in any order
     assert torch.equal(layer(x)[5:9], layer(x[5:9]))
 
 
@@ -224,14 +227,21 @@ def test_groups_of_rows_have_layers_of_their_own(dtype: torch.dtype, recipe: Any
     assert products.FP8Product.__name__ in str(y.grad_fn)
 
 
+DROPPED = st.sampled_from([-1, EXPERTS])
+
+
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.permutations(range(EXPERTS)), min_size=1, max_size=300), st.integers(1, EXPERTS), st.data())
+@given(st.lists(st.permutations(range(EXPERTS)), max_size=300), st.integers(1, EXPERTS), st.data())
 def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, data: st.DataObject) -> None:
+    """Also of choices that are dropped, which take no row."""
     alignment = data.draw(st.sampled_from([16, 128, 256]))
     before = deep_gemm.get_mk_alignment_for_contiguous_layout()
     deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
+    chosen = torch.tensor(all_chosen, dtype=torch.int64).view(-1, EXPERTS)[:, :top_k]
+    share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    dropped = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(len(chosen))) < share
+    chosen = torch.where(dropped, data.draw(DROPPED), chosen)
     try:
-        chosen = torch.tensor(all_chosen)[:, :top_k]
         routing = Routing.from_choices(chosen, EXPERTS)
     finally:
         deep_gemm.set_mk_alignment_for_contiguous_layout(before)
@@ -251,8 +261,93 @@ def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, 
     assert (routing.labels[start:] == -1).all()
     assert (routing.tokens[start:] == len(chosen)).all()
     own = torch.arange(len(chosen))[:, None].expand(-1, top_k)
-    assert torch.equal(routing.tokens[routing.rows], own)
-    assert torch.equal(routing.labels[routing.rows].long(), chosen)
+    assert torch.equal(routing.tokens[routing.rows], own.masked_fill(dropped, len(chosen)))
+    assert torch.equal(routing.labels[routing.rows].long(), chosen.masked_fill(dropped, -1))
+    if len(chosen):
+        x = torch.randn(len(chosen), 3)
+        picked = routing.choices(routing.spread(x))
+        assert torch.equal(picked, x[:, None].expand(-1, top_k, -1) * ~dropped[..., None])
+
+
+@pytest.mark.parametrize("sentinel", [-1, EXPERTS])
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_dropped_choices_add_nothing(mode: Any, sentinel: int) -> None:
+    """Forward and backward, as if the token had not made them."""
+    layer, x, dy = mixture(), matrix(140, IN), matrix(140, IN)
+    chosen = torch.rand(140, EXPERTS).argsort(1)[:, :2]
+    chosen[torch.rand(140, 2) < 0.4] = sentinel
+    chosen[:3] = sentinel
+    given: Any = layer
+    given.route = lambda x: (layer.router(x.float()).softmax(1).gather(1, chosen.clamp(0, EXPERTS - 1)), chosen)
+    found = experts_results(layer, x, dy)
+    check(found, experts_exact(layer, x, dy), EXPERT_BOUNDS)
+    assert not found["y"][:3].any()
+    assert not found["dx"][:3].any()
+    if mode == "inference":
+        stored: Any = mixture(mode=mode)
+        stored.load_state_dict(layer.state_dict())
+        stored.route = given.route
+        assert torch.equal(stored(x), found["y"])
+
+
+def test_routing_asks_the_host_for_no_value() -> None:
+    """A fake tensor has none: an operation whose result depends on one fails."""
+    with FakeTensorMode():
+        routing = Routing.from_choices(torch.zeros(37, 2, dtype=torch.int64), EXPERTS)
+    assert routing.labels.shape == (128 * 6,)
+
+
+def short(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, transposed: bool = False) -> Tensor:
+    """A tensor whose storage was cut, as FSDP cuts those of weights."""
+    x = torch.zeros(*shape[::-1], dtype=dtype).t() if transposed else torch.zeros(shape, dtype=dtype)
+    x.untyped_storage().resize_(8)
+    return x
+
+
+ROUTING = Routing.from_choices(torch.arange(4)[:, None], 4)
+READERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
+    "moe": lambda: MoE(64, 32, 4, 2),
+    "grouped": lambda: lambda x: FP8GroupedLinear(4, 64, 32)(x, ROUTING),
+    "fp8": lambda: FP8Linear(64, 32),
+    "fp8 stored": lambda: FP8Linear(64, 32, mode="inference"),
+    "bf16": lambda: BF16Linear(64, 32, dtype=torch.bfloat16),
+    "spread": lambda: ROUTING.spread,
+    "choices": lambda: ROUTING.choices,
+}
+UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "storage": (lambda: short((512, 64)), "has no memory: it needs 65536 bytes"),
+    "large storage": (lambda: short((1 << 16, 64)), "has no memory"),
+    "rank 3": (lambda: short((8, 64, 64)), "has no memory"),
+    "transposed": (lambda: short((512, 64), transposed=True), "has no memory"),
+    "to be cast": (lambda: short((512, 64), torch.float32), "has no memory"),
+    "sparse": (lambda: torch.zeros(512, 64).bfloat16().to_sparse(), "has the layout torch.sparse_coo. Pass a dense"),
+    "csr": (lambda: torch.zeros(512, 64).to_sparse_csr(), "has the layout torch.sparse_csr. Pass a dense"),
+    "mkldnn": (lambda: torch.zeros(512, 64).to_mkldnn(), "has the layout torch._mkldnn. Pass a dense"),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+@pytest.mark.parametrize("reader", READERS)
+def test_torch_reads_nothing_that_was_not_checked(reader: str, what: str) -> None:
+    """It read past the end of memory."""
+    make, message = UNREAD[what]
+    run, x = READERS[reader](), make()
+    if what == "rank 3" and reader in ("grouped", "spread", "choices"):
+        return  # they take matrices
+    for autocast in (True, False):
+        if what in ("to be cast", "csr", "mkldnn") and not autocast:
+            continue  # of a dtype that some layers refuse
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), pytest.raises(InvalidInputError) as said:
+            run(x)
+        assert message in str(said.value)
+
+
+@pytest.mark.parametrize("reader", ["moe", "grouped", "fp8", "fp8 stored", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, torch.complex64])
+def test_autocast_casts_floating_point_alone(reader: str, dtype: torch.dtype) -> None:
+    run = READERS[reader]()
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(InvalidInputError, match=r"x must be .*torch\."):
+        run(torch.zeros(512, 64).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -264,7 +359,18 @@ def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, 
             lambda: Routing.from_choices(torch.tensor([0, 1]), 4),
             r"chosen must be torch.int64 \(tokens, top_k\), but it",
         ),
-        (lambda: Routing.from_choices(torch.zeros(2, 1), 4), r"but it is torch.float32 \(2, 1\)."),
+        (lambda: Routing.from_choices(torch.zeros(2, 1), 4), r"but it is a torch.float32 tensor \(2, 1\)."),
+        (lambda: Routing.from_choices([[0, 1]], 4), r"chosen must be torch.int64 .*, but it is of type list"),  # type: ignore[arg-type]
+        (lambda: Routing.from_choices(torch.zeros(2, 1).long(), 0), "experts must be a whole number from 1, but it is"),
+        (lambda: Routing.from_choices(torch.tensor([[0, 1], [4, -2]]), 4), r"chosen\[1, 1\] is -2, but experts are"),
+        (
+            lambda: Routing.from_choices(torch.tensor([[-1, 5]]), 4),
+            r"chosen\[0, 1\] is 5, .* and -1 or 4 drops a choice",
+        ),
+        (
+            lambda: FP8GroupedLinear(2, 64, 64)(torch.zeros(2, 64), None),  # type: ignore[arg-type]
+            "routing must be a deep_gemm.nn.Routing, but it is of type NoneType",
+        ),
         (
             lambda: mixture()(torch.zeros(2, IN)),
             r"x must be a torch.bfloat16 tensor \(..., 144\), but it is a torch.fl",

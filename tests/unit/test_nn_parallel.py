@@ -69,7 +69,7 @@ def test_tied_weights_stay_tied_and_are_gathered_as_they_are() -> None:
     assert model["two"].weight is model["one"].weight
 
 
-@pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens"])
+@pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens", "some are dropped"])
 def test_divided_experts_have_the_bits_of_one_process(chosen: str) -> None:
     for errors in spawned.run(cases.expert_parallel, chosen):
         assert errors.pop("router.weight") < 1e-5
