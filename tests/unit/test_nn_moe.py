@@ -235,12 +235,12 @@ DROPPED = st.sampled_from([-1, EXPERTS])
 def test_routing_is_as_kernels_need_it(all_chosen: list[list[int]], top_k: int, data: st.DataObject) -> None:
     """Also of choices that are dropped, which take no row."""
     alignment = data.draw(st.sampled_from([16, 128, 256]))
-    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
-    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     chosen = torch.tensor(all_chosen, dtype=torch.int64).view(-1, EXPERTS)[:, :top_k]
     share = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
     dropped = torch.rand(chosen.shape, generator=torch.Generator().manual_seed(len(chosen))) < share
     chosen = torch.where(dropped, data.draw(DROPPED), chosen)
+    before = deep_gemm.get_mk_alignment_for_contiguous_layout()
+    deep_gemm.set_mk_alignment_for_contiguous_layout(alignment)
     try:
         routing = Routing.from_choices(chosen, EXPERTS)
     finally:
