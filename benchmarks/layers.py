@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deep_gemm.aot import workload
 from deep_gemm.errors import DeepGemmError
+from deep_gemm.spec import align
 
 MODELS = Path(__file__).with_name("models.json")
 """Sizes of forty models without experts, from the `config.json` that each was published with."""
@@ -62,11 +63,12 @@ def draw(
     max_m: int = 8192,
     op: str = "fp8_gemm_nt",
     family: str = "",
+    multiple: int = 1,
 ) -> list[workload.GemmShape]:
-    """`count` products, the same for one seed."""
+    """`count` products, the same for one seed. M is rounded up to a multiple of `multiple`."""
     generator, shapes = random.Random(seed), []
     for _ in range(count):
-        m = round(math.exp(generator.uniform(math.log(min_m), math.log(max_m))))
+        m = align(round(math.exp(generator.uniform(math.log(min_m), math.log(max_m)))), multiple)
         n, k = generator.choice(layers(kept_out, family))
         shapes.append(workload.GemmShape(m, n, k, f"models, seed {seed}", op))
     return shapes
@@ -80,8 +82,10 @@ def main() -> None:
     parser.add_argument("--max-m", type=int, default=8192)
     parser.add_argument("--kept-out", action="store_true")
     parser.add_argument("--family", default="", help="how the names of models in models.json begin: Llama, Qwen, ...")
+    parser.add_argument("--multiple", type=int, default=1, help="M is one of this; cuBLASLt's block scales need 4")
     options = parser.parse_args()
-    drawn = draw(options.count, options.seed, options.kept_out, options.min_m, options.max_m, family=options.family)
+    names = ("count", "seed", "kept_out", "min_m", "max_m", "family", "multiple")
+    drawn = draw(**{name: getattr(options, name) for name in names})
     for shape in drawn:
         print(f"{shape.m}x{shape.n}x{shape.k}")
 

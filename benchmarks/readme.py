@@ -22,7 +22,6 @@ import phases
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.backends.results import Comparison
-from deep_gemm.bench.modes import GEMM_MODES
 from deep_gemm.bench.rows import operation_of
 from deep_gemm.bench.run import load
 from deep_gemm.bench.summary import latest, summary
@@ -48,32 +47,61 @@ def environment_table() -> str:
 
 DRAWN = ("models-h100", "models-h200")
 """Files of rows of products that `layers.draw` drew. Those with an N x K that a survey has since are left out."""
-MODES = (("graph", 1, 64), ("graph", 65, 128), ("flush", 65, 512), ("flush", 513, 8192))
 PEER = {FP8: "ratio_tensorwise", "bf16_gemm_nt": "ratio_cublaslt"}
 """Operations, and the field of a row that has their speed beside cuBLASLt."""
-SPEED = tuple((op, *how) for op in PEER for how in MODES)
-"""What README's table of speed shows: an operation, a mode, the least and the largest M."""
 HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
+SPEED = (
+    (FP8, "flush", 1, 64),
+    (FP8, "flush", 65, 512),
+    (FP8, "flush", 513, 8192),
+    ("bf16_gemm_nt", "graph", 1, 64),
+    ("bf16_gemm_nt", "flush", 65, 8192),
+)
+"""README's lines of dense products: an operation, a mode, the least and the largest M."""
+NAMES = {FP8: "FP8 linear layers ({}); cuBLASLt, block scales", "bf16_gemm_nt": "BF16 linear layers ({}); cuBLASLt"}
+AGAINST_SAME, AGAINST_EASIER = ("ratio_blockwise", "ratio_cublaslt"), ("ratio_tensorwise",)
+OURS, THEIRS = "nn", "Transformers"
+"""The ways to serve a model that README compares, as `examples/transformers_model.py` names them."""
 
 
 def speed_table(results: Path = RESULTS) -> str:
-    """README's table: a line for each of `SPEED` that has rows, on the GPU with most of them."""
+    """README's table: lines of `SPEED`, one of experts, one of a model of Transformers, as far as there are rows."""
     lines = [
-        "| operation, GPU | timed as | M | products | speed, cuBLASLt = 1 | slowest |",
-        "|---|---|---|---|---|---|",
+        "| what; who solves the same problem | M | the same problem | cuBLASLt, one scale per tensor | DeepGEMM |",
+        "|---|---|---|---|---|",
     ]
-    drawn = [_drawn(results / f"{file}.jsonl") for file in DRAWN]
+    rows = _drawn(results / "models-h200.jsonl")
     for op, mode, low, high in SPEED:
-        rows = max((_asked(rows, op, mode, low, high) for rows in drawn), key=len)
-        if not rows:
-            continue
-        peer = PEER[op]
-        mean, worst = geometric_mean(row[peer] for row in rows), min(rows, key=lambda row: row[peer])
-        what = f"`{op}`, {_gpu(rows)}"
-        slowest = f"{worst[peer]:.2f} ({worst['m']} x {worst['n']} x {worst['k']})"
-        cells = [what, HOW[mode], f"{rows[0]['m']}-{rows[-1]['m']}", len(rows), f"**{mean:.2f}**", slowest]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        if chosen := _asked(rows, op, mode, low, high):
+            cells = [_mean(chosen, *fields) for fields in (AGAINST_SAME, AGAINST_EASIER, ("ratio_deepgemm",))]
+            span = f"{chosen[0]['m']} to {chosen[-1]['m']}"
+            lines.append(f"| {NAMES[op].format(HOW[mode])} | {span} | {' | '.join(cells)} |")
+    if experts := _rows(results / "experts-h200.jsonl"):
+        span = f"{experts[0]['m']} to {experts[-1]['m']}, of {len(experts)} sets"
+        lines.append(f"| FP8 and BF16 experts (single calls) | {span} | | | {_mean(experts, 'ratio_deepgemm')} |")
+    if served := _served(results / "transformers-h200.jsonl"):
+        lines.append(f"| a small Llama generates; its FP8 layers in Transformers (Triton) | {served} | | |")
     return "\n".join(lines)
+
+
+def _mean(rows: Sequence[Row], *fields: str) -> str:
+    """The geometric mean of the first of `fields` that rows have, and the least one in brackets."""
+    found = [row[field] for field in fields for row in rows if field in row]
+    return f"**{geometric_mean(found):.2f}** ({min(found):.2f})" if found else ""
+
+
+def _served(path: Path) -> str:
+    """The last cells of README's line of a model: batches, and speed relative to Transformers' own FP8 layers."""
+    rows = [row for row in load(path) if row.get("part") == "serving"] if path.exists() else []
+    by_batch: dict[int, dict[str, float]] = {}
+    for row in rows:
+        by_batch.setdefault(row["batch"], {})[row["way"]] = row["generated_per_s"]
+    ratios = {batch: ways[OURS] / ways[THEIRS] for batch, ways in by_batch.items() if {OURS, THEIRS} <= ways.keys()}
+    if not ratios:
+        return ""
+    batches = " and ".join(map(str, sorted(ratios)))
+    speeds = " and ".join(f"**{ratios[batch]:.2f}**" for batch in sorted(ratios))
+    return f"batch {batches} | {speeds}"
 
 
 FINER = (
@@ -107,7 +135,7 @@ def drawn_table(results: Path = RESULTS) -> str:
 
 
 def speed_origin(results: Path = RESULTS) -> str:
-    """What the rows of `speed_table` were measured on, and when."""
+    """What the rows of `drawn_table` were measured on, and when."""
     found = [rows for file in DRAWN if (rows := _drawn(results / f"{file}.jsonl"))]
     return f"Rows: {'; '.join(map(_origin, found))}." if found else "No run is recorded yet."
 
@@ -138,13 +166,13 @@ def deepgemm_sentence(rows: Sequence[Row]) -> str:
 
 
 def numbers(results: Path = RESULTS) -> str:
-    """Tables of the recorded rows, or a sentence where there are none."""
+    """Means of the recorded rows, or a sentence where there are none. Rows themselves are files."""
     rows = _rows(results / "reference.jsonl")
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
     parts = [
-        "### FP8, the public list",
-        f"{_origin(rows)}. Geometric means over ranges of M; above 1 deep_gemm is faster:",
+        "### FP8, DeepSeek-V3's N x K",
+        f"{_origin(rows)} ({_file('reference')}). Geometric means over ranges of M; above 1 deep_gemm is faster:",
         summary_table(rows),
     ]
     beside = [row for row in rows if "ratio_deepgemm" in row]
@@ -153,29 +181,30 @@ def numbers(results: Path = RESULTS) -> str:
     random = _rows(results / "random.jsonl")
     if random:
         count = len({(row["m"], row["n"], row["k"]) for row in random})
-        parts += ["### FP8, random shapes", f"{count} shapes ({RANDOM}). {_origin(random)}:", summary_table(random)]
+        origin = f"{count} shapes ({RANDOM}). {_origin(random)} ({_file('random')}):"
+        parts += ["### FP8, random shapes", origin, summary_table(random)]
     half = _rows(results / "bf16.jsonl")
     if half:
-        parts += ["### BF16, the public list", f"{_origin(half)}:", summary_table(half)]
-    chosen = _rows(results / "selection.jsonl")
-    if chosen:
-        parts += ["### The selector", selection_sentence(chosen)]
-    parts.append("### FP8, shape by shape")
-    for mode in GEMM_MODES:
-        chosen = [row for row in rows if row["mode"] == mode]
-        if chosen:
-            title = f"<details><summary>Each shape in {mode} mode. {_origin(chosen)}.</summary>"
-            parts += [title, gemm_table(chosen), "</details>"]
-    costs = _costs(results / "costs.jsonl")
+        parts += ["### BF16, DeepSeek-V3's N x K", f"{_origin(half)} ({_file('bf16')}):", summary_table(half)]
+    return "\n\n".join(parts)
+
+
+def _file(name: str) -> str:
+    return f"[rows](../benchmarks/results/{name}.jsonl)"
+
+
+def costs(results: Path = RESULTS) -> str:
+    """Tables of what the host, compiling and loading cost."""
+    rows, parts = _costs(results / "costs.jsonl"), []
     for title, table, wanted in (
         ("Host, compile and load", cost_table, lambda row: row["mode"] in ("host", "cold")),
         ("The phases of a first build", phase_table, lambda row: row["mode"] == "compile"),
         ("N and K at run time or compiled in", dims_table, lambda row: row["mode"] == "dims"),
         ("How many kernels a model needs", count_table, lambda row: row["mode"] == "kernels"),
     ):
-        chosen = [row for row in costs if wanted(row)]
+        chosen = [row for row in rows if wanted(row)]
         if chosen:
-            parts += [f"### {title}", f"{_origin(chosen)}.", table(chosen)]
+            parts += [f"## {title}", f"{_origin(chosen)}.", table(chosen)]
     return "\n\n".join(parts)
 
 
@@ -241,27 +270,6 @@ def summary_table(rows: Sequence[Row]) -> str:
             else:
                 cells.append(mean)
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def gemm_table(rows: Sequence[Row]) -> str:
-    """A line for each shape; in graph mode also without the promise, and against the read floor."""
-    columns: list[tuple[str, str, int]] = [
-        ("us", "us", 1),
-        ("tflops", "TFLOP/s", 0),
-        ("gbps", "GB/s", 0),
-        ("ratio_tensorwise", "per-tensor = 1", 2),
-        ("ratio_blockwise", "block scales = 1", 2),
-        ("ratio_deepgemm", "DeepGEMM = 1", 2),
-        ("us_unpromised", "us, not declared", 1),
-        ("ratio_tensorwise_unpromised", "per-tensor = 1, not declared", 2),
-        ("floor_fraction", "read floor / time", 2),
-    ]
-    columns = columns[:5] + [column for column in columns[5:] if any(column[0] in row for row in rows)]
-    lines = [f"| M | N x K | {' | '.join(title for _, title, _ in columns)} |", "|---" * (len(columns) + 2) + "|"]
-    for row in rows:
-        cells = [f"{row[key]:.{digits}f}" if key in row else "-" for key, _, digits in columns]
-        lines.append(f"| {row['m']} | {row['n']} x {row['k']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -333,9 +341,11 @@ def backends_table(results: Path = RESULTS) -> str:
 def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
     """The generated parts of each file."""
     return {
-        "README.md": {"speed": speed_table(results), "rows": speed_origin(results)},
+        "README.md": {"speed": speed_table(results)},
         "docs/performance.md": {"numbers": numbers(results)},
+        "docs/measurements/costs.md": {"costs": costs(results)},
         "docs/measurements/fp8.md": {"drawn": drawn_table(results)},
+        "docs/measurements/tuning.md": {"selector": selection_sentence(_rows(results / "selection.jsonl"))},
         "docs/compare.md": {"backends": backends_table(results)},
         "docs/settings.md": {"environment": environment_table()},
     }

@@ -36,7 +36,7 @@ python_maximum_signature_line_length = 80
 nitpick_ignore_regex = [(r"py:.*", r".*")]
 
 # Pages that the table of contents names, and that need not be there.
-_OPTIONAL = ("own_kernels", "compare", "monitor")
+_OPTIONAL = ("own_kernels", "compare")
 
 _PICTURE = re.compile(
     r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*<img [^>]*?src=\"(?P<light>[^\"]+)\"[^>]*?"

@@ -187,13 +187,11 @@ def _print(report: dict[str, Any]) -> None:
         if gpu["calibration"]:
             fact(out, "", f"configs are chosen by {gpu['calibration']}")
     fact(out, "headers", f"{report['headers']['path']} ({report['headers']['files']} files)")
-    by_edit: dict[str | None, list[str]] = {}
-    for name, edit in report["post_passes"].items():
-        by_edit.setdefault(edit, []).append(name)
-    for edit, names in by_edit.items():
-        how = f"edited after compiling by {edit}" if edit else "as the compiler made them"
-        some = f" ({', '.join(names)})" if edit else ""
-        fact(out, "cubins", f"of {counted(len(names), 'kind')} of kernels {how}{some}")
+    edits = {edit for edit in report["post_passes"].values() if edit}
+    if edits:
+        some = [name for name, edit in report["post_passes"].items() if edit]
+        kinds = f"{len(some)} of {counted(len(report['post_passes']), 'kind')} of kernels"
+        fact(out, "cubins", f"of {kinds} are edited after compiling by {', '.join(sorted(edits))} (--json names them)")
     cache = report["cache"]
     if cache["root"]:
         state = "writable" if cache["writable"] else "not writable"
@@ -201,8 +199,8 @@ def _print(report: dict[str, Any]) -> None:
     for pack in report["packs"]:
         state = pack["problem"] or f"{counted(pack['kernels'], 'kernel')}, {size(pack['bytes'])}"
         fact(out, "pack", f"{pack['path']} ({named_by(pack['by'])}): {state}")
-    for name, why in report["absent_backends"].items():
-        fact(out, "backend", f"{name} is absent: {why}")
+    if report["absent_backends"]:
+        fact(out, "backends", f"not installed: {', '.join(report['absent_backends'])} (deep-gemm compare says why)")
     for entry in report["settings"]:
         value = os.pathsep.join(map(str, entry["value"])) if isinstance(entry["value"], tuple) else entry["value"]
         origin = "" if entry["source"] == entry["variable"] else f" (from {entry['source']})"

@@ -22,7 +22,7 @@ ELSEWHERE = {
     "backends.kernel": "as the one before; docs/compare.md has an example",
     "backends.operation": "as the one before; examples/own_operation.py has an example",
     "kernel": "its example has ten lines, and a test of its own",
-    "monitor": "its example calls a model; docs/monitor.md has more",
+    "monitor": "its example calls a model; docs/debugging.md has more",
 }
 
 ON_A_GPU = ("testing.bench", "testing.bench_flushed", "testing.bench_kineto", "testing.get_arch_major")
