@@ -346,7 +346,7 @@ def parts(results: Path = RESULTS) -> dict[str, dict[str, str]]:
         "docs/measurements/costs.md": {"costs": costs(results)},
         "docs/measurements/fp8.md": {"drawn": drawn_table(results)},
         "docs/measurements/tuning.md": {"selector": selection_sentence(_rows(results / "selection.jsonl"))},
-        "docs/compare.md": {"backends": backends_table(results)},
+        "docs/measurements/backends.md": {"backends": backends_table(results)},
         "docs/settings.md": {"environment": environment_table()},
     }
 
