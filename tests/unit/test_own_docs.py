@@ -76,3 +76,31 @@ def test_errors_and_levels_of_the_page_exist() -> None:
 
 def test_the_api_reference_has_every_public_name() -> None:
     assert set(deep_gemm.__all__) <= set(re.findall(r"\w+", (ROOT / "docs" / "api.md").read_text()))
+
+
+# Pages are short, and those for users answer a question.
+
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+INSIDE = ("adding", "faults", "architecture", "api")
+"""Pages for who changes the package, and the API, which is made from docstrings."""
+
+
+def words(page: Path) -> int:
+    """Words of a page outside of its examples."""
+    return len(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).split())
+
+
+def test_pages_are_short() -> None:
+    long = {page.stem: words(page) for page in PAGES if page.stem not in (*INSIDE, "performance")}
+    assert {name: count for name, count in long.items() if count > 900} == {}
+    assert words(ROOT / "docs" / "performance.md") <= 1200
+    assert sum(map(words, PAGES)) <= 20_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_for_users_hold_no_history(page: Path) -> None:
+    """Dates, versions of DeepGEMM and names of tests stand where they were measured, or inside."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    if page.stem not in (*INSIDE, "performance"):
+        assert re.findall(r"\b20\d\d-\d\d-\d\d\b|`test_\w+`|was tried|\b0\.1\.4\b|\b2\.[568]\.\d\b", text) == []

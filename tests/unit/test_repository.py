@@ -145,9 +145,9 @@ def test_no_index_is_named() -> None:
         assert not re.search(r"https?://|--(extra-)?index-url|--find-links", text), path
 
 
-def test_the_readme_names_what_an_install_without_dependencies_needs() -> None:
+def test_serving_names_what_an_install_without_dependencies_needs() -> None:
     """All but torch, which is there, and the NVRTC of CUDA 12, which torch's replaces."""
-    (line,) = re.findall(r"^pip install (jinja2 .+)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    (line,) = re.findall(r"^pip install (jinja2 .+)$", (ROOT / "docs" / "serving.md").read_text(), flags=re.MULTILINE)
 
     def names(requirements: list[str]) -> set[str]:
         return {re.split(r"[<>=]", requirement)[0] for requirement in requirements}
