@@ -7,12 +7,13 @@ a fork. So whatever must be undone afterwards is done and undone by functions in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -42,6 +43,15 @@ class ForkLock:
         """The lock of this process."""
         here = len(_forks)
         return self._locks.get(here) or self._locks.setdefault(here, threading.Lock())
+
+
+def forget(descriptors: Iterable[int]) -> None:
+    """In a forked child: let copies of the parent's descriptors lead nowhere, so that they hold nothing open if the
+    parent ends. They are not closed: code that the child was forked in may close these numbers."""
+    with contextlib.suppress(OSError), open(os.devnull, "rb", buffering=0) as nothing:
+        for number in descriptors:
+            with contextlib.suppress(OSError):
+                os.dup2(nothing.fileno(), number, inheritable=False)
 
 
 class ForkWaits:

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.cache.files import owned
 from deep_gemm.records import record
 
 # Raise it when the meaning of an entry changes: two versions of the package can then share a root.
@@ -204,14 +205,11 @@ def _content(path: str, size: int) -> bytes | OSError | None:
 def content_of(path: str, size: int) -> bytes:
     """The bytes of a file, which has ``size`` of them as far as is known. `Path.read_bytes` takes several times as
     long, and a process reads some forty."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = os.read(descriptor, size + 1)
+    with owned(path, os.O_RDONLY) as file:
+        content = os.read(file.fileno(), size + 1)
         if len(content) != size:  # else this was the end
-            while part := os.read(descriptor, 1 << 16):
+            while part := os.read(file.fileno(), 1 << 16):
                 content += part
-    finally:
-        os.close(descriptor)
     return content
 
 

@@ -6,14 +6,13 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache import locks
 from deep_gemm.jit.cache.entry import Address, Entry
-from deep_gemm.jit.cache.files import Folder, UnsafeError, make_directories
+from deep_gemm.jit.cache.files import Folder, Owned, UnsafeError, make_directories
 from deep_gemm.jit.cache.root import open_root, root_problem
 from deep_gemm.log import log, warn_once
 
@@ -39,7 +38,7 @@ class DiskCache:
         self.root = root
         self.trust = trust
         self._text = str(root)
-        self._swept = False
+        self._swept = self._locks_swept = False
         # Render keys whose sources are stored, so that a process looks at each once.
         self.rendered: set[str] = set()
 
@@ -178,7 +177,7 @@ class DiskCache:
         with contextlib.suppress(OSError), self.open() as root, root.below(above) as folder:
             move_aside(root, folder, name)
 
-    def lock(self, address: Address, limit: float) -> contextlib.AbstractContextManager[FileIO | None]:
+    def lock(self, address: Address, limit: float) -> contextlib.AbstractContextManager[Owned | None]:
         """The lock of one key between processes, which ends with the `with` block. None after `limit` seconds, or where
         the filesystem has no locks: the caller goes on without it; at worst a kernel is compiled twice.
 
@@ -194,9 +193,12 @@ class DiskCache:
                 log.debug("no lock in %s: %s", self.root, error)
         return contextlib.nullcontext()
 
-    def take(self, name: str, limit: float) -> FileIO:
+    def take(self, name: str, limit: float) -> Owned:
         """As `locks.take`. Whoever has it calls `forget_lock` inside the `with` block, as the last step."""
         with self.open(create=True) as root, root.made(LOCKS) as folder:
+            if not self._locks_swept:  # those of processes that were killed
+                self._locks_swept = True
+                locks.sweep(folder)
             return locks.take(folder, name, limit)
 
     def forget_lock(self, name: str) -> None:

@@ -7,18 +7,43 @@ once and checked, and everything in it is reached through its descriptor.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import select
 import stat
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _STALE_SECONDS = 3600.0
 _CHUNK = 1 << 20
+
+
+Owned: TypeAlias = "select.epoll"
+"""An open file or directory, owned since it is open: `fileno()`, `close()`, and a `with` block that closes it.
+
+A signal handler may raise between any two steps of Python code: between `os.open` and whatever was to close its number.
+So the number is wrapped in C, where no handler runs, in the call that opens it, and C closes it when nothing refers to
+the wrapper any more. Of Python's types only `select.epoll` wraps a descriptor of any kind; it never polls anything.
+"""
+
+
+def owned(name: str | os.PathLike[str], flags: int, mode: int = 0o600, directory: int | None = None) -> Owned:
+    """`os.open` of a path, or of a name in an open `directory`; a program that is executed does not inherit it."""
+    return _wrapped(functools.partial(os.open, flags=flags | os.O_CLOEXEC, mode=mode, dir_fd=directory), name)
+
+
+def duplicate(descriptor: int) -> Owned:
+    """`os.dup`."""
+    return _wrapped(os.dup, descriptor)
+
+
+def _wrapped(opens: Callable[..., int], argument: object) -> Owned:
+    return next(map(select.epoll.fromfd, map(opens, (argument,))))
 
 
 class UnsafeError(OSError):
@@ -94,8 +119,8 @@ def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
     """A regular file: a path, or a name in the open `directory`. Raises OSError, and ValueError if it is no regular
     file or is larger than `limit` bytes."""
     # O_NONBLOCK: a FIFO in place of the file must not block us.
-    descriptor = os.open(name, _FILE | os.O_NOFOLLOW, dir_fd=directory)
-    try:
+    with owned(name, _FILE | os.O_NOFOLLOW, directory=directory) as file:
+        descriptor = file.fileno()
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{name} is not a regular file")
@@ -110,28 +135,26 @@ def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
         while len(data) != status.st_size and len(data) <= limit and (more := os.read(descriptor, _CHUNK)):
             data += more
         return Content(data, status)
-    finally:
-        os.close(descriptor)
 
 
-def open_file(path: Path) -> int:
+def open_file(path: Path) -> Owned:
     """A regular file for reading, links followed. Raises OSError, and ValueError if it is no regular file."""
-    descriptor = os.open(path, _FILE)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
+    file = owned(path, _FILE)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         raise ValueError("it is not a regular file")
-    return descriptor
+    return file
 
 
-def _open_directory(name: str | Path, above: int | None, path: str | Path, trust: bool, flags: int = _DIRECTORY) -> int:
+def _open_directory(
+    name: str | Path, above: int | None, path: str | Path, trust: bool, flags: int = _DIRECTORY
+) -> Owned:
     try:
-        descriptor = os.open(name, flags, dir_fd=above)
+        directory = owned(name, flags, directory=above)
     except NotADirectoryError as error:  # Linux says so of a link, too
         raise LinkError(f"{path} is a link or a file, where a directory of the cache belongs") from error
-    if not trust and (problem := danger(os.fstat(descriptor), path)) is not None:
-        os.close(descriptor)
+    if not trust and (problem := danger(os.fstat(directory.fileno()), path)) is not None:
         raise UnsafeError(problem)
-    return descriptor
+    return directory
 
 
 class Folder:
@@ -141,11 +164,11 @@ class Folder:
     to them; otherwise UnsafeError is raised. `path` is for messages.
     """
 
-    __slots__ = ("fd", "path", "trust")
+    __slots__ = ("_owned", "fd", "path", "trust")
 
-    def __init__(self, descriptor: int, path: str, trust: bool) -> None:
-        """Takes over the descriptor of a directory that was checked."""
-        self.fd, self.path, self.trust = descriptor, path, trust
+    def __init__(self, directory: Owned, path: str, trust: bool) -> None:
+        """Takes over a directory that was checked."""
+        self._owned, self.fd, self.path, self.trust = directory, directory.fileno(), path, trust
 
     @classmethod
     def open(cls, path: str | Path, trust: bool) -> Folder:
@@ -157,7 +180,7 @@ class Folder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
+        self._owned.close()
 
     def child(self, name: str) -> Folder:
         """A directory in this one. Raises FileNotFoundError, LinkError, UnsafeError or another OSError."""
@@ -178,15 +201,12 @@ class Folder:
 
     def below(self, parts: Iterable[str]) -> Folder:
         """The directory that `parts` lead to; each level is opened and checked as `child` does."""
-        descriptor, path = os.dup(self.fd), self.path
+        directory, path = duplicate(self.fd), self.path
         for part in parts:
             path = f"{path}/{part}"
-            try:
-                deeper = _open_directory(part, descriptor, path, self.trust)
-            finally:
-                os.close(descriptor)
-            descriptor = deeper
-        return Folder(descriptor, path, self.trust)
+            with directory as above:
+                directory = _open_directory(part, above.fileno(), path, self.trust)
+        return Folder(directory, path, self.trust)
 
     def made_below(self, parts: Iterable[str]) -> Folder:
         """As `below`, and each level as `made` does."""
@@ -206,13 +226,9 @@ class Folder:
     def publish(self, name: str, content: bytes, temporary: Folder) -> None:
         """Write `content` to a private file in `temporary`, sync it, and rename it to `name`, whole or not at all."""
         scratch = f"{os.getpid()}-{os.urandom(8).hex()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            descriptor = os.open(scratch, flags, 0o600, dir_fd=temporary.fd)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(descriptor)
+            with owned(scratch, _NEW, directory=temporary.fd) as file:
+                _write(file.fileno(), (content,))
             os.rename(scratch, name, src_dir_fd=temporary.fd, dst_dir_fd=self.fd)
         except BaseException:
             temporary.unlink(scratch)
@@ -282,18 +298,25 @@ def sweep(folder: Path, older_than: float = _STALE_SECONDS, prefix: str = "") ->
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that others may read, whole or not at all; its directory is made if need be. Raises OSError."""
     make_directories(path.parent, 0o755)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    scratch = path.with_name(f".{path.name[:100]}-{os.urandom(8).hex()}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fchmod(descriptor, 0o644)
-            os.fsync(descriptor)
+        with owned(scratch, _NEW) as file:
+            os.fchmod(file.fileno(), 0o644)
+            _write(file.fileno(), parts)
         os.replace(scratch, path)
     except BaseException:
-        os.unlink(scratch)
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
         raise
     sync_directory(path.parent)
+
+
+def _write(descriptor: int, parts: Iterable[bytes]) -> None:
+    """Write all parts, through to the disk."""
+    with open(descriptor, "wb", closefd=False) as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(descriptor)
 
 
 def sync_directory(path: Path) -> None:

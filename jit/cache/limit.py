@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from io import FileIO
 from pathlib import Path
 
 from deep_gemm.jit.cache.disk import TALLY, TEMPORARY, DiskCache
-from deep_gemm.jit.cache.files import Folder, UnsafeError
+from deep_gemm.jit.cache.files import Folder, Owned, UnsafeError, owned
 from deep_gemm.jit.cache.maintenance import prune
 from deep_gemm.log import log, warn_once
 
@@ -51,10 +50,10 @@ def _due(root: Folder) -> bool:
     entries = 0
     # Without a tally a scan is due: a full disk, which needs it most, has no room for the tally.
     with contextlib.suppress(OSError), _tally(root) as tally:
-        first, newline, dots = (tally.read(2 * _MOST_BETWEEN) or b"").partition(b"\n")
+        first, newline, dots = os.read(tally.fileno(), 2 * _MOST_BETWEEN).partition(b"\n")
         entries = int(first) if newline and first.isdigit() else 0
         if len(dots) + 1 < min(entries // _SCANS, _MOST_BETWEEN):
-            tally.write(_DOT)
+            os.write(tally.fileno(), _DOT)
             return False
     # Before the scan, so that others that publish now do not scan as well. If this process is killed, they count on.
     if entries:
@@ -62,9 +61,9 @@ def _due(root: Folder) -> bool:
     return True
 
 
-def _tally(root: Folder) -> FileIO:
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    return FileIO(os.open(TALLY, flags, 0o600, dir_fd=root.fd), "r+")
+def _tally(root: Folder) -> Owned:
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return owned(TALLY, flags, directory=root.fd)
 
 
 def _start_again(root: Folder, entries: int) -> None:

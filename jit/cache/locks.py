@@ -13,9 +13,9 @@ import fcntl
 import functools
 import os
 import time
-from io import FileIO
 
-from deep_gemm.jit.cache.files import Folder
+from deep_gemm.jit.cache.files import Folder, Owned, owned
+from deep_gemm.jit.forking import forget
 
 # A link or a directory in place of the file is an error; a FIFO does not block.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -24,7 +24,7 @@ _POLL = 0.01  # seconds
 _folders: set[str] = set()
 
 
-def take(folder: Folder, name: str, limit: float) -> FileIO:
+def take(folder: Folder, name: str, limit: float) -> Owned:
     """The lock file `name`, open and locked until it is closed: `with take(...):`.
 
     Raises TimeoutError if another holds it for `limit` seconds, and OSError where there are no locks.
@@ -32,7 +32,7 @@ def take(folder: Folder, name: str, limit: float) -> FileIO:
     end = time.monotonic() + limit
     _remember(folder)
     while True:
-        file = FileIO(os.open(name, _FLAGS, 0o600, dir_fd=folder.fd), "r+")
+        file = owned(name, _FLAGS, directory=folder.fd)
         try:
             while not _locked(file):
                 if time.monotonic() >= end:
@@ -51,7 +51,7 @@ def take(folder: Folder, name: str, limit: float) -> FileIO:
         file.close()
 
 
-def _locked(file: FileIO) -> bool:
+def _locked(file: Owned) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,9 +84,11 @@ def _register() -> None:
 
 
 def _drop() -> None:
-    with contextlib.suppress(OSError), open(os.devnull, "rb", buffering=0) as nothing:
-        for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                if os.path.dirname(os.readlink(f"/proc/self/fd/{number}")) in _folders:
-                    # Not closed: if the child was forked inside the `with` block, it closes this number at its end.
-                    os.dup2(nothing.fileno(), int(number), inheritable=False)
+    with contextlib.suppress(OSError):
+        forget(number for number in map(int, os.listdir("/proc/self/fd")) if _is_lock(number))
+
+
+def _is_lock(number: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.dirname(os.readlink(f"/proc/self/fd/{number}")) in _folders
+    return False

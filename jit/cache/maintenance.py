@@ -14,6 +14,7 @@ from typing import Any
 from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, lock_name, move_aside, size_of
 from deep_gemm.jit.cache.entry import Address
+from deep_gemm.jit.cache.files import owned
 
 # Anything younger may still be in use by a compiler, so it is no leftover. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
@@ -242,18 +243,16 @@ def _last_use(path: Path) -> float:
 def _times_kept(path: Path) -> Iterator[None]:
     """Restore the access time: checking must not count as a use, or verifying would make all entries equally recent."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file = owned(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         yield
         return
-    try:
-        before = os.fstat(descriptor)
+    with file:
+        before = os.fstat(file.fileno())
         yield
         with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_atime_ns != before.st_atime_ns:
-                os.utime(descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))
-    finally:
-        os.close(descriptor)
+            if os.fstat(file.fileno()).st_atime_ns != before.st_atime_ns:
+                os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def _leftovers(root: Path) -> Iterator[Checked]:

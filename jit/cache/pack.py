@@ -89,11 +89,9 @@ class Pack:
     def _member(self, name: str, offset: int, size: int, sha256: str) -> bytes:
         # Opened each time: in a child that closed all descriptors, a kept one could be another file's. The owner is not
         # checked again: the SHA-256 comes from the manifest, whose owner was checked.
-        descriptor = files.open_file(self.path)
-        try:
-            first, content = os.pread(descriptor, BLOCK, offset), os.pread(descriptor, size, offset + BLOCK)
-        finally:
-            os.close(descriptor)
+        with files.open_file(self.path) as file:
+            first = os.pread(file.fileno(), BLOCK, offset)
+            content = os.pread(file.fileno(), size, offset + BLOCK)
         if first != header(name, size):
             raise ValueError(f"{name} is not where the manifest says")
         if len(content) != size or hashlib.sha256(content).hexdigest() != sha256:
@@ -108,8 +106,8 @@ def read(path: Path, trust: bool = False) -> Pack | SolidPack:
     Only the manifest is read. It gives the place of each kernel, and the file's size tells that none is missing; a
     kernel's bytes are read when it is used.
     """
-    descriptor = files.open_file(path)
-    try:
+    with files.open_file(path) as file:
+        descriptor = file.fileno()
         status = os.fstat(descriptor)
         problem = None if trust else _danger(status, path)
         if problem is not None:
@@ -118,8 +116,6 @@ def read(path: Path, trust: bool = False) -> Pack | SolidPack:
             return solid.read(descriptor, path)
         total = status.st_size
         text, start = _manifest(descriptor, total)
-    finally:
-        os.close(descriptor)
     try:
         body = json.loads(text)
         if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -151,7 +147,7 @@ def problems(path: Path) -> list[str]:
         pack = read(path, trust=True)
         if isinstance(pack, SolidPack):
             return pack.problems()
-        descriptor = files.open_file(path)
+        opened = files.open_file(path)
     except (OSError, ValueError) as error:
         return [str(error)]
     found = []
@@ -162,7 +158,7 @@ def problems(path: Path) -> list[str]:
             found.append(f"{kernel.name}: {error}")
     # The padding is zero. A bit that is set there is a sign of more damage.
     end = BLOCK
-    with os.fdopen(descriptor, "rb") as file:
+    with opened, open(opened.fileno(), "rb", closefd=False) as file:
         try:
             for size in _sizes(pack, file.fileno()):
                 file.seek(end + size)

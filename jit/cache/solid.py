@@ -157,13 +157,10 @@ class SolidPack:
                 raise ValueError(f"its kernel {number} comes after more than {LONGEST - 1} others")
         # Opened each time: in a child that closed all descriptors, a kept one could be another file's. The owner is not
         # checked again: the SHA-256 comes from the table, whose owner was checked.
-        descriptor = files.open_file(self.path)
         stream = b""
-        try:
+        with files.open_file(self.path) as file:
             for offset, size, _, _, shared, _ in chain:
-                stream = stream[:shared] + os.pread(descriptor, size, offset)
-        finally:
-            os.close(descriptor)
+                stream = stream[:shared] + os.pread(file.fileno(), size, offset)
         if hashlib.sha256(stream).digest() != chain[-1][5]:
             raise ValueError(f"the SHA-256 of its kernel {number} does not match")
         return _read_content(_decompressed(stream, sum(place[2] for place in chain))[-chain[-1][2] :])

@@ -169,11 +169,10 @@ def test_a_locked_entry_is_left_to_its_owner(disk: DiskCache) -> None:
 def test_stale_locks_go_unless_held(disk: DiskCache) -> None:
     add(disk, 1)
     folder = disk.root / "locks"
-    folder.mkdir(exist_ok=True)
     stale, held, young = (folder / f"sm_90a-{name}.lock" for name in ("stale", "held", "young"))
-    for path in (stale, young):
-        path.touch(mode=0o600)
     with disk.take(held.name, 0.0):
+        for path in (stale, young):
+            path.touch(mode=0o600)
         for path in (stale, held):
             age(path, 7200)
         done = {Path(item.path).name: item.done for item in delete_bad(disk, verify(disk))}

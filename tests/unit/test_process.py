@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -90,6 +92,78 @@ def test_an_interrupt_right_after_the_fork_ends_it_too(tmp_path: Path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         run(["/bin/sh", "-c", SLOW.format(pid=pid)], 60)
     wait_for(lambda: gone(int(pid.read_text())))
+
+
+# Ends and leaves a process that holds its output open.
+LEFT = 'echo said; echo told >&2; {session} sleep 600 & echo $! > "{pid}"; exit 3'
+
+
+@pytest.mark.parametrize("session", ["", "setsid"])
+def test_a_child_that_holds_the_output_open_is_not_waited_for(tmp_path: Path, session: str) -> None:
+    """A build waited 25 s for one, after its compiler had ended."""
+    pid, start = tmp_path / "pid", time.monotonic()
+    result = run(["/bin/sh", "-c", LEFT.format(pid=pid, session=session)], 60)
+    assert time.monotonic() - start < 20
+    assert (result.returncode, result.stdout, result.stderr) == (3, "said\n", "told\n")
+    if session:  # it is no longer one that the command started
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    wait_for(lambda: gone(int(pid.read_text())))
+
+
+def test_a_command_may_write_much_and_take_long() -> None:
+    result = run(["/bin/sh", "-c", "head -c 3000000 /dev/zero | tr '\\0' x; sleep 0.2; echo end >&2"], 60)
+    assert (len(result.stdout), result.stderr, result.returncode) == (3_000_000, "end\n", 0)
+
+
+ENDED = """
+import os, sys, tempfile
+from pathlib import Path
+from deep_gemm.jit.compilers import Nvcc
+tempfile.tempdir = {scratch!r}
+compiler = Nvcc({nvcc!r})
+if {forks}:
+    if (child := os.fork()) == 0:
+        import time
+        time.sleep(600)
+    Path({child!r}).write_text(str(child))
+compiler.compile("k", "", "k.cu", (), None)
+"""
+
+
+@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_end_of_a_process_ends_its_compilers(
+    tmp_path: Path, scratch: Path, number: signal.Signals, forks: bool
+) -> None:
+    """However it ends: compilers ran on for 9 s, and their files stayed. `setsid`: whatever works there is ended."""
+    pid, child = tmp_path / "pid", tmp_path / "child"
+    slow = SLOW.format(pid=pid).replace("sleep", "setsid sleep") if forks else SLOW.format(pid=pid)
+    nvcc = fake_nvcc(tmp_path / "nvcc", body=slow)
+    script = ENDED.format(scratch=str(scratch), nvcc=nvcc, forks=forks, child=str(child))
+    with subprocess.Popen([sys.executable, "-c", script]) as owner:
+        wait_for(pid.exists)
+        assert len(list(scratch.iterdir())) == 1
+        owner.send_signal(number)
+        assert owner.wait(60) == -number
+    wait_for(lambda: gone(int(pid.read_text())))
+    wait_for(lambda: not list(scratch.iterdir()))
+    if forks:
+        os.kill(int(child.read_text()), signal.SIGKILL)
+
+
+def test_a_guard_ends_with_the_directory(scratch: Path) -> None:
+    def shells() -> list[str]:
+        return [path for path in map(str, Path("/proc").glob("[0-9]*")) if str(scratch) in _command(path)]
+
+    with private_directory():
+        wait_for(lambda: len(shells()) == 1)
+    assert shells() == []
+
+
+def _command(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return Path(path, "cmdline").read_text()
+    return ""
 
 
 @pytest.mark.parametrize(
