@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,33 @@ def test_nothing_done_is_no_success(arguments: list[str], words: str, tmp_path: 
     result = run(*(places.get(word, word) for word in arguments))
     assert result.exit_code == 1, result.output
     assert words in result.output
+
+
+ENDS = """
+import atexit, contextlib, os, signal
+import deep_gemm.cli as cli
+from deep_gemm.cli.app import app
+
+def interrupted():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def unseen():
+    with contextlib.suppress(KeyboardInterrupt):
+        interrupted()
+
+app.invoke = lambda ctx: {}
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("does", "status"),
+    [("interrupted()", 130), ("unseen()", 130), ("atexit.register(interrupted)", -signal.SIGINT), ("None", 0)],
+)
+def test_an_interrupt_ends_with_130(does: str, status: int) -> None:
+    """It was 1, and 0 where nothing saw the exception. A shell says 130 for one that the signal has ended, too."""
+    done = subprocess.run([sys.executable, "-c", ENDS.replace("{}", does)], capture_output=True)
+    assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr
 
 
 GROUPED = "m_grouped_fp8_gemm_nt_contiguous"
