@@ -1,4 +1,5 @@
-"""Casts to FP8 (E4M3) on the GPU, one launch each, on the current stream and without synchronising.
+"""Casts to FP8 (E4M3) on the GPU, one launch each, on the current stream and without synchronising. And casts of MXFP4
+weights, which are made once, by torch.
 
 Each function returns (values, scales), or writes them into such a pair ``out``. A value times its scale is the input,
 rounded. A scale is the largest magnitude of its block / 448. Magnitudes below ``epsilon`` count as ``epsilon``. With
@@ -40,6 +41,7 @@ from torch import Tensor
 from deep_gemm import arch
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import cast_reference, checks
+from deep_gemm.ops import mxfp4 as mx
 from deep_gemm.ops import quantize as ops
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, Blocks
 
@@ -199,6 +201,47 @@ def spread(x: Tensor) -> Tensor:
     each = padded.unflatten(0, (-1, SCALE_BLOCK)).amax(1).unflatten(1, (-1, SCALE_BLOCK))
     least = torch.where(each == 0, torch.inf, each).amin(-1)
     return torch.where(each.amax(-1) == 0, 1.0, each.amax(-1) / least)
+
+
+def mxfp4(x: Tensor) -> Quantized:
+    """Cast x (..., N, K) to MXFP4: packed uint8 (..., N, K / 2) and float8_e8m0fnu (..., N, K / 32).
+
+    K is a multiple of 32. Values are E2M1, rounded to nearest even; the even k is in the low four bits. The scale of 32
+    values is the largest power of two up to their largest magnitude, over 4, and at least 2^-127: the rule of OCP's
+    Microscaling Formats. So values of more than 6 times the scale become 6. A NaN or an infinity makes the scale NaN.
+    Computed by torch, on any device. Raises InvalidInputError, which names the argument.
+
+    >>> packed, scales = deep_gemm.quantize.mxfp4(torch.ones(16, 256))
+    >>> packed.shape, scales.shape, deep_gemm.dequantise(packed, scales)[0, 0].item()
+    (torch.Size([16, 128]), torch.Size([16, 8]), 1.0)
+    """
+    return mx.cast(x)
+
+
+def mxfp4_to_fp8(packed: Tensor, scales: Tensor, *, rounding: bool = False) -> Quantized:
+    """MXFP4 weights as E4M3 (..., N, K) with float32 scales of 128 x 128 (..., ceil(N / 128), ceil(K / 128)): the B of
+    FP8 products. For products of many rows, where FP8 weights are read no slower than they are multiplied.
+
+    Exact while the exponents of a block span at most 14, and farther where its values allow. Otherwise an
+    InvalidInputError, or with ``rounding`` values are rounded to the nearest: `mxfp4_rounded` counts them. Each NaN
+    scale gives 32 NaN. ``packed`` and ``scales`` as `dequantise` takes them. Computed by torch, on any device.
+
+    >>> values, scales = deep_gemm.quantize.mxfp4_to_fp8(*deep_gemm.quantize.mxfp4(torch.ones(16, 256)))
+    >>> deep_gemm.dequantise(values, scales, (128, 128))[0, 0].item()
+    1.0
+    """
+    return mx.to_fp8(packed, scales, rounding)
+
+
+def mxfp4_rounded(packed: Tensor, scales: Tensor) -> Tensor:
+    """How many values of each block of 128 x 128 E4M3 rounds: int32 (..., ceil(N / 128), ceil(K / 128)).
+
+    They are those that `mxfp4_to_fp8` refuses. The sum over all weights says whether FP8 holds a checkpoint exactly.
+
+    >>> deep_gemm.quantize.mxfp4_rounded(*deep_gemm.quantize.mxfp4(torch.ones(16, 256))).sum().item()
+    0
+    """
+    return mx.rounded(packed, scales)
 
 
 def per_token_cast_to_fp8(

@@ -13,7 +13,8 @@ import deep_gemm
 from deep_gemm import LaunchConfig, fused, quantize, testing, utils
 
 M, N, K, G = 16, 32, 256, 2
-E4M3, BF16, FP16, F32, I32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32, torch.int32
+E4M3, BF16, FP16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32
+I32, U8 = torch.int32, torch.uint8
 Tensors = dict[str, torch.Tensor]
 
 
@@ -241,6 +242,9 @@ CALLS: dict[str, PublicCall] = {
     "quantize.blocks_and_transpose": cast(quantize.blocks_and_transpose, "tile", "tile"),
     "quantize.rows_and_blocks_transposed": cast(quantize.rows_and_blocks_transposed, "row", "tile"),
     "quantize.spread": torch_does(quantize.spread, x=((M, K), F32)),
+    "quantize.mxfp4": torch_does(quantize.mxfp4, x=((N, K), F32)),
+    "quantize.mxfp4_to_fp8": torch_does(quantize.mxfp4_to_fp8, packed=((N, K // 2), U8), scales=((N, K // 32), U8)),
+    "quantize.mxfp4_rounded": torch_does(quantize.mxfp4_rounded, packed=((N, K // 2), U8), scales=((N, K // 32), U8)),
     "quantize.rows fresh": cast(quantize.rows, read=("rows",)),
     "quantize.rows_and_columns fresh": cast(quantize.rows_and_columns),
     **{
@@ -254,6 +258,7 @@ CALLS: dict[str, PublicCall] = {
     },
     "per_custom_dims_cast_to_fp8": torch_does(deep_gemm.per_custom_dims_cast_to_fp8, (0,), False, x=((M, K), F32)),
     "dequantise": torch_does(deep_gemm.dequantise, x=((M, K), E4M3), sf=((M, 2), F32)),
+    "dequantise MXFP4": torch_does(deep_gemm.dequantise, x=((N, K // 2), U8), sf=((N, K // 32), U8)),
     "ceil_to_ue8m0": torch_does(deep_gemm.ceil_to_ue8m0, x=((M, K), F32)),
     "pack_ue8m0_to_int": torch_does(deep_gemm.pack_ue8m0_to_int, x=((M, K), F32)),
     "get_mn_major_tma_aligned_tensor": torch_does(deep_gemm.get_mn_major_tma_aligned_tensor, **SCALES),

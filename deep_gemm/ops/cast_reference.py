@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.ops import mxfp4
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, align, ceil_div
 from deep_gemm.tensors import check_tensor, shown
 
@@ -78,15 +79,19 @@ def per_custom_dims_cast_to_fp8(x: Tensor, dims: Sequence[int], use_ue8m0: bool)
 
 
 def dequantise(
-    x: Tensor, sf: Tensor, granularity: tuple[int, int] = (1, SCALE_BLOCK), dtype: torch.dtype = torch.float32
+    x: Tensor, sf: Tensor, granularity: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The values that an FP8 tensor and its scales stand for.
+    """The values that an FP8 or MXFP4 tensor and its scales stand for.
 
     Args:
-        x: (rows, columns), E4M3.
-        sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides.
-        granularity: the size of the block that shares a scale.
-        dtype: the type of the multiplication and of the result.
+        x: (rows, columns), E4M3. Or MXFP4: uint8 or int8 (..., N, K / 2), the even k in the low four bits, or gpt-oss's
+            blocks (..., N, K / 32, 16).
+        sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides. Of MXFP4
+            (..., N, K / 32): float8_e8m0fnu, uint8 exponents or float32 powers of two. Or (..., N, ceil(K / 128)):
+            int32 with four exponents each.
+        granularity: the size of the block that shares a scale: (1, 128) unless given, and (1, 32) for MXFP4.
+        dtype: the type of the result, and for E4M3 of the multiplication. MXFP4 is exact in float64, and in float32 and
+            bfloat16 too, except that values from 2^128 on are infinite.
 
     Raises InvalidInputError, which names the argument.
 
@@ -94,8 +99,18 @@ def dequantise(
     >>> deep_gemm.dequantise(values, scales, (128, 128))[0, 0].item()
     1.0
     """
+    is_mxfp4 = isinstance(x, Tensor) and x.dtype in mxfp4.PACKED
     for name, tensor in (("x", x), ("sf", sf)):
-        check_tensor(name, tensor, (2,), by_torch=True)
+        check_tensor(name, tensor, None if is_mxfp4 else (2,), by_torch=True)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise InvalidInputError(f"dtype must be torch.bfloat16, float16, float32 or float64, but it is {dtype!r}.")
+    if is_mxfp4:
+        if granularity not in (None, (1, mxfp4.BLOCK)):
+            raise InvalidInputError(
+                f"granularity must be (1, {mxfp4.BLOCK}) or None for MXFP4, but it is {granularity!r}."
+            )
+        return mxfp4.dequantise(x, sf, dtype)
+    granularity = (1, SCALE_BLOCK) if granularity is None else granularity
     swapped = (x.dtype, sf.dtype) == (torch.float32, torch.float8_e4m3fn)
     for name, tensor, wanted, instead in (
         ("x", x, torch.float8_e4m3fn, "Only values of E4M3 have scales."),
@@ -108,8 +123,6 @@ def dequantise(
         raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
     if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):
         raise InvalidInputError(f"granularity must be two whole numbers from 1, but it is {granularity!r}.")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
-        raise InvalidInputError(f"dtype must be torch.bfloat16, float16, float32 or float64, but it is {dtype!r}.")
     rows, columns = x.shape
     expected = _of_blocks(rows, columns, granularity)
     if tuple(sf.shape) != expected:

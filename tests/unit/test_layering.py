@@ -36,7 +36,7 @@ LAYERS: list[tuple[str, ...]] = [
         "deep_gemm.runtime.monitor",
     ),
     ("deep_gemm.runtime.calls",),
-    ("deep_gemm.ops.cast_reference", "deep_gemm.ops.reference"),
+    ("deep_gemm.ops.cast_reference", "deep_gemm.ops.mxfp4", "deep_gemm.ops.reference"),
     ("deep_gemm.ops",),
     ("deep_gemm.custom",),
     (

@@ -26,7 +26,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((X.view(torch.uint8), SF), "x must be a tensor of torch.float8_e4m3fn"),
+        ((X.view(torch.uint8), SF), r"sf must have the shape \(4, 16\) .* pass x.view\(torch.float8_e4m3fn\)"),
         ((X.float(), SF), "x must be"),
         ((torch.ones(4, 256).to(torch.float8_e5m2), SF), "x must be"),
         ((X[0], SF), "x must have 2 dimensions"),
