@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # "tool:" and a program. tests/unit/test_repository.py compares the requirements with pyproject.toml.
 BASE = {
     "torch>=2.7": ("torch",),
+    "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
     "nvidia-cuda-nvrtc-cu12>=12.3": ("file:nvidia/*/lib/libnvrtc.so.*",),
     "jinja2>=3.1": ("jinja2",),
     "platformdirs>=4": ("platformdirs",),
@@ -30,7 +31,6 @@ TEST = {
     "pytest>=8": ("pytest",),
     "hypothesis>=6.100": ("hypothesis",),
     "numpy>=1.26": ("numpy",),
-    "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
     "nvidia-cuda-nvdisasm": ("tool:nvdisasm", "tool:cuobjdump", "file:nvidia/*/bin/nvdisasm"),
     "pyyaml>=6": ("yaml",),
     "click>=8.1": ("click",),

@@ -3,17 +3,18 @@
     python benchmarks/first_calls.py [--pack FILE] [--repeats 7] [--output FILE]
 
 Needs a GPU, and a wheel with kernels or the pack FILE. Compiling is forbidden, so a kernel that is missing is an error.
-Operands are made, and CUDA is initialised, before the clock starts; each time ends when the GPU is done. For each
-operation it prints the milliseconds of the first call of a process, of its first calls with other sizes that need
-another kernel, and the median of the processes. Python's bytecode is there, as in an installed package: one process
-that does not count writes it, whatever the environment says of bytecode. A row for each operation is appended to the
-file of --output: the milliseconds of each call, and of the parts of the first.
+Operands are made, CUDA is initialised, and this package and cuda-python are imported before the clock starts; each time
+ends when the GPU is done. For each operation it prints the milliseconds of the first call of a process, of its first
+calls with other sizes that need another kernel, and the median of the processes. Python's bytecode is there, as in an
+installed package: one process that does not count writes it, whatever the environment says of bytecode. A row for each
+operation is appended to the file of --output: the milliseconds of each call, and of the parts of the first.
 """
 
 from __future__ import annotations
 
 import argparse
 import atexit
+import importlib
 import json
 import shutil
 import statistics
@@ -69,7 +70,7 @@ def calls(operation: str) -> list[Callable[[], Any]]:
 
 
 def child(operation: str) -> None:
-    """One process: prints the seconds of the import on top of torch, of each call, and what the calls found."""
+    """One process: prints the seconds of imports on top of torch, of each call, and what the calls found."""
     import torch
 
     torch.zeros(1, device="cuda")
@@ -78,6 +79,7 @@ def child(operation: str) -> None:
     import deep_gemm
 
     getattr(deep_gemm, operation.partition(".")[0])
+    importlib.import_module("cuda.bindings.driver")
     imported = time.perf_counter() - start
     times = []
     every = calls(operation)

@@ -1,6 +1,6 @@
 """From a template's name to a launch: render, compile, cache, load. Knows str, bytes and int; never torch, never GEMM.
 
-Nothing here runs at import; the functions that use jinja2 or platformdirs import them.
+Nothing here runs at import; the functions that use cuda.bindings, jinja2 or platformdirs import them.
 """
 
 from __future__ import annotations

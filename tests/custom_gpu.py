@@ -20,7 +20,6 @@ import deep_gemm
 from deep_gemm import LaunchConfig, arch
 from deep_gemm.custom import operation
 from deep_gemm.jit.builder import Builder
-from deep_gemm.jit.driver.launch import Config
 from deep_gemm.kernels.base import Argument
 from deep_gemm.runtime import calls, engine
 
@@ -72,18 +71,18 @@ class CustomGpu:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
         driver.answers["cuLaunchKernelEx"] = self.launch
 
-    def replace_address(self, place: int, address: int) -> tuple[Any, ...]:
+    def replace_address(self, place: Any, address: int) -> tuple[Any, ...]:
         self.moved.append(address)
         return (OK,)
 
-    def launch(self, config: int, handle: int, pointers: int, extra: int) -> tuple[Any, ...]:
+    def launch(self, config: Any, handle: int, pointers: int, extra: int) -> tuple[Any, ...]:
         places = (ctypes.c_void_p * len(self.arguments)).from_address(pointers)
         values = {}
         for argument, place in zip(self.arguments, places, strict=True):
             kind = ctypes.c_ubyte if argument.ctype == "TensorMap" else C_TYPES.get(argument.ctype, ctypes.c_uint64)
             values[argument.name] = kind.from_address(place or 0).value
-        read = Config.from_address(config)
-        shape = (tuple(read.grid), read.block[0], read.dynamic_shared, read.num_attributes)
+        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
+        shape = (grid, config.blockDimX, config.sharedMemBytes, config.numAttrs)
         self.ran.append(Ran(*shape, values))
         return (OK,)
 

@@ -84,7 +84,7 @@ def examine() -> dict[str, Any]:
 
 def _package() -> dict[str, Any]:
     versions = {"python": platform.python_version()}
-    for name in (DISTRIBUTION, "torch", NVRTC, "jinja2"):
+    for name in (DISTRIBUTION, "torch", "cuda-bindings", NVRTC, "jinja2"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,12 +1,12 @@
 """One place that calls the driver and turns a CUresult into an exception with a name, a text and a hint.
 
-Through ctypes: this package calls some fifteen functions, whose bindings in cuda-python take 50 ms and more to import,
-within the first call of a process. Numbers of enumerations are written out where they are used.
+The driver's functions, types and enumerations are those of cuda.bindings. Its import takes some 55 ms, once in a
+process, unless torch has imported it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import os
 from typing import Any
 
@@ -15,7 +15,7 @@ from deep_gemm.jit.driver import version as _version
 from deep_gemm.jit.driver.version import driver_release, driver_version
 from deep_gemm.jit.forking import ForkLock
 
-__all__ = ["call", "check", "driver_release", "driver_version", "function", "initialise"]
+__all__ = ["call", "check", "cuda", "driver_release", "driver_version", "initialise", "library_function", "unknown"]
 
 _CRASHED = (
     "A kernel that ran before has crashed, and the driver reports it late. Run with CUDA_LAUNCH_BLOCKING=1, "
@@ -53,43 +53,74 @@ _HINTS = {
 }
 
 
-def function(name: str) -> Any:
-    """The function `name` of libcuda; it returns a CUresult as an int. Its arguments are objects of ctypes, bytes, None
-    for a null pointer, and an int only where C has an int. Raises DriverError, saying what is missing."""
+@functools.lru_cache(maxsize=1)
+def cuda() -> Any:
+    """The module cuda.bindings.driver. Raises DriverError, saying what is missing, without a driver or the package."""
     if driver_version() is None:
         raise DriverError(
             "This needs an NVIDIA GPU, and no NVIDIA driver was found (libcuda.so.1 cannot be loaded). In a container, "
             "start it with GPU access (--gpus all).",
             name="CUDA_ERROR_NO_DEVICE",
         )
-    found = getattr(_version.driver_library(), name, None)
-    if found is None:
-        raise DriverError(f"The installed NVIDIA driver has no {name}: it is too old. Update it.")
-    return found
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise DriverError(
+            f"The package cuda-python cannot be imported ({error}). Run `pip install 'cuda-python>=12.9,<14'`."
+        ) from error
+    return driver
 
 
-def call(name: str, *arguments: Any, about: str = "") -> None:
-    """Call a function of the driver by name, with arguments as `function` takes them; results come through pointers
-    (`ctypes.byref`). Raises DriverError; `about` names the object in its message."""
-    check(function(name)(*arguments), name, about)
+def call(function: str, *arguments: Any, about: str = "") -> Any:
+    """Call a driver function by name. Returns what it returns after the status: nothing or one value.
+
+    Raises DriverError; `about` names the object in its message.
+    """
+    try:
+        status, *values = getattr(cuda(), function)(*arguments)
+    except DriverError:
+        raise
+    except RuntimeError as error:  # cuda.bindings says so of a function that the driver lacks
+        raise DriverError(f"The installed NVIDIA driver has no {function}: it is too old. Update it.") from error
+    except UNKNOWN as error:
+        raise unknown(error, function, about) from error
+    check(status, function, about)
+    return values[0] if values else None
+
+
+UNKNOWN = (KeyError, ValueError)
+"""What cuda.bindings raises for a status that it does not know, of a newer driver."""
+
+
+def unknown(error: Exception, function: str, about: str = "") -> DriverError:
+    """The error to raise for one of `UNKNOWN`."""
+    subject = f" for {about}" if about else ""
+    return DriverError(
+        f"{function}{subject} failed with a status that the installed cuda-python does not know: {error}."
+    )
 
 
 def check(status: int, function: str, about: str = "") -> None:
-    """Raise DriverError unless `status` is CUDA_SUCCESS."""
+    """Raise DriverError unless `status`, a CUresult or an int, is CUDA_SUCCESS."""
     if status == 0:
         return
-    name, text = _described("cuGetErrorName", status), _described("cuGetErrorString", status)
-    hint = _HINTS.get(name, "")
+    try:
+        result = cuda().CUresult(status)
+    except UNKNOWN as error:
+        raise unknown(error, function, about) from error
+    answer, text = cuda().cuGetErrorString(result)
+    told = text.decode() if answer == 0 and text else "no description"
     subject = f" for {about}" if about else ""
-    told = f"{name or f'CUresult {status}'} ({text or 'unknown to the installed driver'})"
-    raise DriverError(f"{function}{subject} failed with {told}. {hint}".rstrip(), status=status, name=name)
+    message = f"{function}{subject} failed with {result.name} ({told}). {_HINTS.get(result.name, '')}"
+    raise DriverError(message.rstrip(), status=int(result), name=result.name)
 
 
-def _described(by: str, status: int) -> str:
-    """What the function `by` of the driver says of a status, or nothing for one that it does not know."""
-    text = ctypes.c_char_p()
-    function(by)(status, ctypes.byref(text))
-    return (text.value or b"").decode()
+def library_function(name: str) -> Any:
+    """A function of libcuda itself, through ctypes: it returns a CUresult as an int. Raises DriverError."""
+    found = getattr(_version.driver_library(), name, None)
+    if found is None:
+        raise DriverError(f"The installed NVIDIA driver has no {name}: it is too old, or there is none. Update it.")
+    return found
 
 
 _initialised_in: int | None = None
@@ -105,7 +136,7 @@ def initialise() -> None:
         raise DriverError(
             "CUDA was initialised before this process was forked, and cannot be used in the child. Start workers with "
             'the "spawn" method (multiprocessing.get_context("spawn")).',
-            status=3,
+            status=int(cuda().CUresult.CUDA_ERROR_NOT_INITIALIZED),
             name="CUDA_ERROR_NOT_INITIALIZED",
         )
     with _lock.lock:

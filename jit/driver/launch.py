@@ -7,7 +7,7 @@ import functools
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
@@ -36,14 +36,14 @@ Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 # A parameter whose operand addresses are not filled in yet.
 Parameter: TypeAlias = Arg | Pointer | Map
 
-_Places: TypeAlias = tuple[list[ctypes.c_uint64], list[tuple[ctypes.c_void_p, int]]]
+_Places: TypeAlias = tuple[list[ctypes.c_uint64], list[tuple[Any, int]]]
 
 _CODES = {"ptr": "=Q", "i32": "=i", "u32": "=I", "i64": "=q", "f32": "=f"}
 NUMBERS = ("i32", "u32", "i64", "f32")
 """Of these the types of numbers, by the names that device code has for them (``types.cuh`` and ``custom.cuh``)."""
 _FORMATS = {name: struct.Struct(code) for name, code in _CODES.items()}
-CONTEXT_ERRORS = (201, 400)
-"""The status of a launch on a thread without a context, or with the context of another device."""
+CONTEXT_ERRORS = ("CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_INVALID_HANDLE")
+"""What a launch says on a thread without a context, or with the context of another device."""
 
 
 @record(frozen=True)
@@ -106,9 +106,10 @@ class Launch:
         self._at = list(addresses.values())
         self._block, self._pointers = _pack(placed(parameters, addresses))
         self._config = _config(shape, stream)
-        launch, config = api.function("cuLaunchKernelEx"), ctypes.c_void_p(ctypes.addressof(self._config))
-        self.call = functools.partial(launch, config, function.handle, self._pointers, None)
-        """Launches without error handling; returns the CUresult. Its arguments are such that ctypes converts none."""
+        # An integer is taken as the address of the array of parameter pointers; `self` keeps all of it alive.
+        pointers = ctypes.addressof(self._pointers)
+        self.call = functools.partial(api.cuda().cuLaunchKernelEx, self._config, function.handle, pointers, 0)
+        """Launches without error handling; returns a tuple whose first item is the CUresult."""
         # Not a ForkLock: there are thousands of records, and an interrupt in its Python code would leave it locked.
         self._lock = threading.Lock()
         self._places: list[_Places] | None = None
@@ -116,9 +117,11 @@ class Launch:
 
     def __call__(self) -> None:
         """Launch. Raises DriverError."""
-        status = self.call()
-        if status:
-            self._recover(status)
+        try:
+            if status := self.call()[0]:
+                self._recover(status)
+        except api.UNKNOWN as error:
+            raise api.unknown(error, "cuLaunchKernelEx", self.function.symbol) from error
 
     def at(self, addresses: Sequence[int]) -> None:
         """Launch with the operands at `addresses`, in the order of `operands`. Raises DriverError, and
@@ -131,14 +134,12 @@ class Launch:
             for index, address in enumerate(addresses):
                 if at[index] != address:
                     self._patch(index, address)
-            status = self.call()
-            if status:
-                self._recover(status)
+            self()
 
-    def _recover(self, status: int) -> None:
-        if status in CONTEXT_ERRORS:
+    def _recover(self, status: Any) -> None:
+        if status.name in CONTEXT_ERRORS:
             with primary_context(self.function.device):
-                status = self.call()
+                status = self.call()[0]
         api.check(status, "cuLaunchKernelEx", f"{self.function.symbol} with {self.shape}")
 
     def _patch(self, index: int, address: int) -> None:
@@ -153,13 +154,12 @@ class Launch:
         self._at[index] = 0  # unknown if the driver fails half way
         for pointer in pointers:
             pointer.value = address
-        replace = api.function("cuTensorMapReplaceAddress")
-        for place, offset in maps:
-            there = ctypes.c_void_p(address + offset)
-            status = replace(place, there)
-            if status in CONTEXT_ERRORS:
+        replace = api.cuda().cuTensorMapReplaceAddress
+        for tensor_map, offset in maps:
+            status = replace(tensor_map, address + offset)[0]
+            if status and status.name in CONTEXT_ERRORS:
                 with primary_context(self.function.device):
-                    status = replace(place, there)
+                    status = replace(tensor_map, address + offset)[0]
             if status:
                 api.check(status, "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
         self._at[index] = address
@@ -174,7 +174,7 @@ class Launch:
                 pointers.append(ctypes.c_uint64.from_address(place or 0))
             elif isinstance(parameter, Map):
                 _, maps = found[self.operands.index(parameter.operand)]
-                maps.append((ctypes.c_void_p(place), parameter.offset))
+                maps.append((api.cuda().CUtensorMap(_ptr=place), parameter.offset))
         return found
 
 
@@ -241,45 +241,28 @@ def _format(argument: tuple[str, int | float | tuple[int, ...]]) -> struct.Struc
     return _FORMATS[kind]
 
 
-class _Value(ctypes.Union):
-    """Of a launch attribute: CUlaunchAttributeValue, of which all is zero that is not set."""
-
-    _fields_ = (("words", ctypes.c_uint32 * 3), ("room", ctypes.c_uint64 * 8))
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute."""
-
-    _fields_ = (("id", ctypes.c_int), ("value", _Value))
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig. Keeps the attributes that it points to."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("dynamic_shared", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("num_attributes", ctypes.c_uint32),
-    )
-
-
-# Values of the driver's enumeration CUlaunchAttributeID.
-_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
-
-
 @functools.lru_cache(maxsize=4096)
-def _config(shape: LaunchShape, stream: int) -> Config:
+def _config(shape: LaunchShape, stream: int) -> Any:
     # Records of one shape and stream share it: they differ only in their pointers, and nobody changes it.
-    found: list[tuple[int, tuple[int, ...]]] = []
+    driver = api.cuda()
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = shape.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.block, 1, 1
+    config.sharedMemBytes = shape.dynamic_shared
+    config.hStream = driver.CUstream(stream)
+    attributes = []
     if shape.cluster != (1, 1, 1):
-        found.append((_CLUSTER_DIMENSION, shape.cluster))
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        value = attribute.value.clusterDim
+        value.x, value.y, value.z = shape.cluster
+        attributes.append(attribute)
     if shape.pdl:
-        found.append((_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
-    attributes = (_Attribute * len(found))()
-    for attribute, (kind, words) in zip(attributes, found, strict=True):
-        attribute.id = kind
-        attribute.value.words[: len(words)] = words
-    return Config(shape.grid, (shape.block, 1, 1), shape.dynamic_shared, stream, attributes, len(found))
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:  # an empty list would make cuda-python 12.9.0 free it twice
+        config.attrs = attributes  # copied into an array that the config owns
+        config.numAttrs = len(attributes)
+    return config

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from deep_gemm.errors import DriverError, InvalidInputError, NotWarmError
 from deep_gemm.jit.driver import api
@@ -14,33 +14,27 @@ from deep_gemm.log import say
 from deep_gemm.records import record
 from deep_gemm.settings import settings
 
-# Values of the driver's enumerations CUfunction_attribute, CUdevice_attribute and CUstreamCaptureMode.
-SHARED_SIZE_BYTES, LOCAL_SIZE_BYTES, NUM_REGS, MAX_DYNAMIC_SHARED_SIZE_BYTES = 1, 3, 4, 8
-MAX_SHARED_MEMORY_PER_BLOCK_OPTIN = 97
-CAPTURE_MODE_RELAXED = 2
-
 
 @record(frozen=True, eq=False)
 class Function:
-    """A loaded kernel. `handle` is its CUfunction; registers and local memory (bytes) are of a thread, shared memory
-    (bytes) of a block. Keeps its module loaded, for the life of the process if a launch record holds it."""
+    """A loaded kernel. `handle` is its CUfunction, `module` its CUmodule; registers and local memory (bytes) are of a
+    thread, shared memory (bytes) of a block. Keeps its module loaded, for the life of the process if a launch record
+    holds it."""
 
     symbol: str
-    handle: ctypes.c_void_p
+    handle: Any
     device: int
     registers: int
     local_bytes: int
     shared_static: int
     dynamic_shared: int
-    module: ctypes.c_void_p
+    module: Any
 
     def max_active_blocks(self, threads: int, shared: int) -> int:
         """How many blocks of `threads` threads and `shared` bytes of dynamic shared memory fit on one SM."""
         with primary_context(self.device):
-            count, room = ctypes.c_int(), ctypes.c_size_t(shared)
             name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-            api.call(name, ctypes.byref(count), self.handle, threads, room, about=self.symbol)
-            return count.value
+            return int(api.call(name, self.handle, threads, shared, about=self.symbol))
 
 
 def load_function(cubin: bytes, symbol: str, device: int, dynamic_shared: int) -> Function:
@@ -53,12 +47,11 @@ def load_function(cubin: bytes, symbol: str, device: int, dynamic_shared: int) -
     start = time.perf_counter()
     with primary_context(device), beside_captures():
         try:
-            module, handle = ctypes.c_void_p(), ctypes.c_void_p()
-            api.call("cuModuleLoadData", ctypes.byref(module), cubin, about=symbol)
-            api.call("cuModuleGetFunction", ctypes.byref(handle), module, symbol.encode(), about=symbol)
+            module = api.call("cuModuleLoadData", cubin, about=symbol)
+            handle = api.call("cuModuleGetFunction", module, symbol.encode(), about=symbol)
             # These three also make the driver load the code now, not lazily at the first launch.
             registers, local_bytes, shared_static = (
-                _attribute(handle, which, symbol) for which in (NUM_REGS, LOCAL_SIZE_BYTES, SHARED_SIZE_BYTES)
+                _attribute(handle, name, symbol) for name in ("NUM_REGS", "LOCAL_SIZE_BYTES", "SHARED_SIZE_BYTES")
             )
             if dynamic_shared > 0:
                 _allow_shared(handle, symbol, device, dynamic_shared, shared_static)
@@ -84,61 +77,57 @@ def primary_context(device: int) -> Iterator[None]:
     """Run a block in the primary context of `device`; a thread that had another one gets it back."""
     api.initialise()
     context = _primary(device)
-    before = ctypes.c_void_p()
-    api.call("cuCtxGetCurrent", ctypes.byref(before))
-    if before.value == context.value:
+    before = api.call("cuCtxGetCurrent")
+    if int(before) == int(context):
         yield
         return
     api.call("cuCtxSetCurrent", context, about=f"device {device}")
     try:
         yield
     finally:
-        if before:
+        if int(before):
             api.call("cuCtxSetCurrent", before)
 
 
 @contextlib.contextmanager
 def beside_captures() -> Iterator[None]:
     """Allow calls in this thread that another thread's CUDA-graph capture, in torch's global mode, would forbid."""
-    mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
-    api.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))  # writes the mode before it there
+    relaxed = api.cuda().CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = api.call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
         yield
     finally:
-        api.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        api.call("cuThreadExchangeStreamCaptureMode", before)
 
 
 @functools.lru_cache(maxsize=64)
-def _primary(device: int) -> ctypes.c_void_p:
+def _primary(device: int) -> Any:
     # Retained once and kept: it is the context of the whole process, and releasing it would unload our modules.
-    context = ctypes.c_void_p()
-    api.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), _handle(device), about=f"device {device}")
-    return context
+    handle = api.call("cuDeviceGet", device, about=f"device {device}")
+    return api.call("cuDevicePrimaryCtxRetain", handle, about=f"device {device}")
 
 
-def _handle(device: int) -> int:
-    handle = ctypes.c_int()
-    api.call("cuDeviceGet", ctypes.byref(handle), device, about=f"device {device}")
-    return handle.value
+def _attribute(handle: Any, name: str, symbol: str) -> int:
+    attribute = getattr(api.cuda().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+    return int(api.call("cuFuncGetAttribute", attribute, handle, about=symbol))
 
 
-def _attribute(function: ctypes.c_void_p, which: int, symbol: str) -> int:
-    value = ctypes.c_int()
-    api.call("cuFuncGetAttribute", ctypes.byref(value), which, function, about=symbol)
-    return value.value
-
-
-def _allow_shared(function: ctypes.c_void_p, symbol: str, device: int, dynamic_shared: int, shared_static: int) -> None:
+def _allow_shared(handle: Any, symbol: str, device: int, dynamic_shared: int, shared_static: int) -> None:
+    driver = api.cuda()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     try:
-        api.call("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic_shared, about=symbol)
+        api.call("cuFuncSetAttribute", handle, attribute, dynamic_shared, about=symbol)
     except DriverError as error:
         if error.name != "CUDA_ERROR_INVALID_VALUE":
             raise
-        limit = ctypes.c_int()
-        api.call("cuDeviceGetAttribute", ctypes.byref(limit), MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, _handle(device))
+        limit = api.call(
+            "cuDeviceGetAttribute",
+            driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
+            api.call("cuDeviceGet", device),
+        )
         raise DriverError(
             f"{symbol} asks for {dynamic_shared} bytes of dynamic shared memory beside {shared_static} static ones, "
-            f"but device {device} allows {limit.value} in all.",
+            f"but device {device} allows {limit} in all.",
             status=error.status,
             name=error.name,
         ) from error

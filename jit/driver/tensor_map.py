@@ -9,12 +9,10 @@ from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver import api
 from deep_gemm.records import record
 
-# Values of the driver's enumerations CUtensorMapDataType, ...Swizzle and ...L2promotion, and bytes of an element.
-_DTYPES = {"u8": (0, 1), "f16": (6, 2), "f32": (7, 4), "bf16": (9, 2)}
-_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_L2_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
-_NO_INTERLEAVE = 0
-_ZERO_FILL = 0
+# The driver's names, without what all names of their enumeration begin with; of a type also the bytes of an element.
+_DTYPES = {"u8": ("UINT8", 1), "f16": ("FLOAT16", 2), "f32": ("FLOAT32", 4), "bf16": ("BFLOAT16", 2)}
+_SWIZZLES = {0: "NONE", 32: "32B", 64: "64B", 128: "128B"}
+_L2_PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 
 SIZE = 128
 ALIGNMENT = 64
@@ -79,24 +77,29 @@ def _encode(spec: TensorMapSpec, address: int) -> bytes:
     if address <= 0 or address % ADDRESS_ALIGNMENT:
         raise InvalidInputError(f"Tensor map: the address must be a multiple of 16 bytes, but it is {address:#x}.")
     api.initialise()
-    rank = len(spec.dims)
+    driver, rank = api.cuda(), len(spec.dims)
+
+    def value(enumeration: str, name: str) -> ctypes.c_int:
+        return ctypes.c_int(getattr(getattr(driver, f"CUtensorMap{enumeration}"), f"CU_TENSOR_MAP_{name}"))
+
+    # Through ctypes: cuda.bindings encodes into a CUtensorMap whose address is no multiple of 64, which the driver
+    # requires (13.4.4 too).
     buffer = ctypes.create_string_buffer(SIZE + ALIGNMENT)
     target = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     u32s, u64s, strides = ctypes.c_uint32 * rank, ctypes.c_uint64 * rank, ctypes.c_uint64 * max(rank - 1, 1)
-    api.call(
-        "cuTensorMapEncodeTiled",
+    status = api.library_function("cuTensorMapEncodeTiled")(
         ctypes.c_void_p(target),
-        ctypes.c_int(_DTYPES[spec.dtype][0]),
+        value("DataType", f"DATA_TYPE_{_DTYPES[spec.dtype][0]}"),
         ctypes.c_uint32(rank),
         ctypes.c_void_p(address),
         u64s(*spec.dims),
         strides(*spec.strides),
         u32s(*spec.box),
         u32s(*[1] * rank),
-        ctypes.c_int(_NO_INTERLEAVE),
-        ctypes.c_int(_SWIZZLES[spec.swizzle]),
-        ctypes.c_int(_L2_PROMOTIONS[spec.l2_promotion]),
-        ctypes.c_int(_ZERO_FILL),
-        about=f"{spec} at {address:#x}",
+        value("Interleave", "INTERLEAVE_NONE"),
+        value("Swizzle", f"SWIZZLE_{_SWIZZLES[spec.swizzle]}"),
+        value("L2promotion", f"L2_PROMOTION_{_L2_PROMOTIONS[spec.l2_promotion]}"),
+        value("FloatOOBfill", "FLOAT_OOB_FILL_NONE"),
     )
+    api.check(status, "cuTensorMapEncodeTiled", f"{spec} at {address:#x}")
     return ctypes.string_at(target, SIZE)

@@ -3,52 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import os
+import sys
 
 import pytest
 from cuda.bindings import driver as bindings
-from driver_fakes import HANDLE, SIGNATURES, WRITTEN, FakeDriver
+from driver_fakes import HANDLE, FakeDriver
 
 from deep_gemm.errors import DriverError, InvalidInputError, NotWarmError
-from deep_gemm.jit.driver import api, launch, module, version
-from deep_gemm.jit.driver.module import bind_primary_context, load_function
+from deep_gemm.jit.driver import api, version
+from deep_gemm.jit.driver.launch import Launch, LaunchShape
+from deep_gemm.jit.driver.module import Function, bind_primary_context, load_function
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 
 
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    api.cuda.cache_clear()
     monkeypatch.setattr(api, "driver_version", lambda: None)
     monkeypatch.setattr(api, "_initialised_in", None)  # on a machine with a GPU another test may have used it
-
-
-def test_functions_are_declared_as_in_the_bindings() -> None:
-    """The bindings take what a function reads, and return what it writes."""
-    for name, types in SIGNATURES.items():
-        signature = (inspect.getdoc(getattr(bindings, name)) or "").splitlines()[0]
-        arguments = signature.partition("(")[2].rpartition(")")[0]
-        count = len([part for part in arguments.split(",") if part.strip()])
-        written = [one for one in types if one in WRITTEN]
-        if name == "cuThreadExchangeStreamCaptureMode":  # reads what it points to
-            written.clear()
-        if name == "cuTensorMapEncodeTiled":
-            written.append(types[0])
-        assert len(types) - len(written) == count, signature
-
-
-def test_values_of_enumerations_are_those_of_the_bindings() -> None:
-    of_function, of_device = bindings.CUfunction_attribute, bindings.CUdevice_attribute
-    ids, modes = bindings.CUlaunchAttributeID, bindings.CUstreamCaptureMode
-    for value, expected in {
-        module.SHARED_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-        module.LOCAL_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES,
-        module.NUM_REGS: of_function.CU_FUNC_ATTRIBUTE_NUM_REGS,
-        module.MAX_DYNAMIC_SHARED_SIZE_BYTES: of_function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-        module.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: of_device.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN,
-        module.CAPTURE_MODE_RELAXED: modes.CU_STREAM_CAPTURE_MODE_RELAXED,
-    }.items():
-        assert value == int(expected), expected
-    assert int(ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) == launch._CLUSTER_DIMENSION
-    assert int(ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) == launch._PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +31,25 @@ def test_without_a_driver_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> 
         TensorMapSpec("u8", (128,), (), (128,)).encode(16)
 
 
-def test_an_old_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "driver_version", lambda: 11000)
+def test_an_old_driver_is_named(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*arguments: object) -> None:
+        raise RuntimeError('Function "cuDeviceGet" not found')
+
+    driver.answers["cuDeviceGet"] = lacks  # type: ignore[assignment]
+    with pytest.raises(DriverError, match=r"driver has no cuDeviceGet: it is too old"):
+        bind_primary_context(0)
+    monkeypatch.undo()
     monkeypatch.setattr(version, "driver_library", lambda: ctypes.CDLL(None))
     with pytest.raises(DriverError, match=r"driver has no cuTensorMapEncodeTiled: it is too old"):
-        api.function("cuTensorMapEncodeTiled")
+        api.library_function("cuTensorMapEncodeTiled")
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_driver(monkeypatch)
+    monkeypatch.setattr(api, "driver_version", lambda: 13000)
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(DriverError, match=r"cuda-python cannot be imported .* `pip install 'cuda-python>=12.9,<14'`"):
+        load_function(b"cubin", "k", 0, 0)
 
 
 def test_no_library_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +85,24 @@ def test_every_hint_is_for_an_error_that_exists() -> None:
         assert hasattr(bindings.CUresult, name), name
 
 
-def test_an_unknown_status_is_reported(driver: FakeDriver) -> None:
-    with pytest.raises(DriverError, match=r"failed with CUresult 54321 \(unknown to the installed driver\)"):
-        api.check(54321, "cuX")
+@pytest.mark.parametrize("error", [KeyError(54321), ValueError("54321 is not a valid CUresult")])
+def test_a_status_that_the_bindings_do_not_know_is_reported(
+    driver: FakeDriver, function: Function, error: Exception
+) -> None:
+    """They raise KeyError before 13.4, and then ValueError."""
+
+    def answer(*_: object) -> tuple[object, ...]:
+        raise error
+
+    driver.answers |= {"cuInit": answer, "cuLaunchKernelEx": answer}
+    says = r" failed with a status that the installed cuda-python does not know: .*54321"
+    for name, call in {
+        "cuX": lambda: api.check(54321, "cuX"),
+        "cuInit": api.initialise,
+        "cuLaunchKernelEx for k": Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, []),
+    }.items():
+        with pytest.raises(DriverError, match=name + says):
+            call()
 
 
 def test_a_forked_child_is_told_to_use_spawn(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_a_forked_child_is_told_to_use_spawn(driver: FakeDriver, monkeypatch: py
 def test_loading_a_function(driver: FakeDriver) -> None:
     loaded = load_function(b"cubin", "kernel_name", 3, 200_000)
     enum = bindings.CUfunction_attribute
-    assert (loaded.symbol, loaded.device, loaded.handle.value, loaded.module.value) == ("kernel_name", 3, HANDLE, 77)
+    assert (loaded.symbol, loaded.device, int(loaded.handle), int(loaded.module)) == ("kernel_name", 3, HANDLE, 77)
     assert loaded.registers == 100 + int(enum.CU_FUNC_ATTRIBUTE_NUM_REGS)
     assert loaded.local_bytes == 100 + int(enum.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)
     assert loaded.shared_static == 100 + int(enum.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)

@@ -8,7 +8,7 @@ import itertools
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from launches import AT, CONFIGS, Geometry, geometries, plan_of, suited
 
 from deep_gemm.errors import DriverError, InvalidInputError
-from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.launch import Launch, LaunchShape, Map, Parameter, Pointer, placed
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.driver.tensor_map import SIZE, TensorMapSpec
@@ -29,7 +28,7 @@ from deep_gemm.jit.driver.tensor_map import SIZE, TensorMapSpec
 
 def attributes_of(launch: Launch) -> list[tuple[int, bytes]]:
     """(id, value) of each launch attribute, read from the memory that the driver would read."""
-    address, count = struct.unpack("=QI", bytes(launch._config)[40:52])
+    address, count = struct.unpack("=QI", ctypes.string_at(launch._config.getPtr(), 52)[40:])
     size = 72
     return [
         (
@@ -42,7 +41,7 @@ def attributes_of(launch: Launch) -> list[tuple[int, bytes]]:
 
 def test_the_config_as_the_driver_reads_it(driver: FakeDriver, function: Function) -> None:
     launch = Launch(function, LaunchShape((132, 2, 3), 384, 200_000, (2, 1, 1), pdl=True), 0x1234, [])
-    raw = bytes(launch._config)[:40]
+    raw = ctypes.string_at(launch._config.getPtr(), 40)
     assert struct.unpack("=IIIIIIIIQ", raw) == (132, 2, 3, 384, 1, 1, 200_000, 0, 0x1234)
     ids = bindings.CUlaunchAttributeID
     (first, cluster), (second, allowed) = attributes_of(launch)
@@ -77,7 +76,7 @@ def test_arguments_as_the_driver_reads_them(driver: FakeDriver, function: Functi
     launch = Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, arguments)
     launch()
     name, (config, handle, parameters, extra) = driver.calls[-1]
-    assert (name, config, handle, extra) == ("cuLaunchKernelEx", ctypes.addressof(launch._config), HANDLE, 0)
+    assert (name, config, handle, extra) == ("cuLaunchKernelEx", launch._config, HANDLE, 0)
     addresses = struct.unpack("=7Q", ctypes.string_at(parameters, 56))
     formats = ["i", "128s", "I", "Q", "128s", "f", "q"]
     values = [
@@ -194,23 +193,19 @@ class Maps:
         rest = hashlib.sha256(repr(spec).encode()).digest()
         return address.to_bytes(8, "little") + (rest * 4)[: SIZE - 8]
 
-    def replace(self, place: ctypes.c_void_p, address: ctypes.c_void_p) -> int:
-        assert place.value is not None
-        assert place.value % 64 == 0
-        self.replaced.append(address.value or 0)
+    def replace(self, place: bindings.CUtensorMap, address: int) -> tuple[Any, ...]:
+        assert place.getPtr() % 64 == 0
+        self.replaced.append(address)
         if self.status == 0:
-            ctypes.c_uint64.from_address(place.value).value = address.value or 0
-        return self.status
+            ctypes.c_uint64.from_address(place.getPtr()).value = address
+        return (bindings.CUresult(self.status),)
 
 
 @pytest.fixture
 def maps(driver: FakeDriver) -> Iterator[Maps]:
     fake = Maps()
-    functions: dict[str, Callable[..., int]] = {"cuTensorMapReplaceAddress": lambda *at: fake.replace(*at)}
-    with (
-        mock.patch.object(TensorMapSpec, "encode", lambda spec, address: fake.encode(spec, address)),
-        mock.patch.object(api, "function", lambda name: functions.get(name) or driver.function(name)),
-    ):
+    driver.answers["cuTensorMapReplaceAddress"] = lambda *at: fake.replace(*at)
+    with mock.patch.object(TensorMapSpec, "encode", lambda spec, address: fake.encode(spec, address)):
         yield fake
 
 
@@ -325,8 +320,9 @@ def test_threads_take_turns(maps: Maps, driver: FakeDriver, function: Function) 
 def test_a_thread_without_a_context_moves_maps_in_its_own(maps: Maps, driver: FakeDriver, function: Function) -> None:
     replace = maps.replace
 
-    def picky(place: ctypes.c_void_p, address: ctypes.c_void_p) -> int:
-        return replace(place, address) if driver.current == 1000 else 201
+    def picky(place: bindings.CUtensorMap, address: int) -> tuple[Any, ...]:
+        context = bindings.CUresult.CUDA_ERROR_INVALID_CONTEXT
+        return replace(place, address) if driver.current == 1000 else (context,)
 
     with mock.patch.object(maps, "replace", picky):
         launch = Launch(function, SHAPE, 0, PARAMETERS, FIRST)

@@ -64,10 +64,7 @@ class FakeEncoder:
 @pytest.fixture
 def encoder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeEncoder:
     fake = FakeEncoder()
-    of_driver = driver.function
-    monkeypatch.setattr(
-        api, "function", lambda name: fake.function if name == "cuTensorMapEncodeTiled" else of_driver(name)
-    )
+    monkeypatch.setattr(api, "library_function", {"cuTensorMapEncodeTiled": fake.function}.__getitem__)
     return fake
 
 
@@ -93,19 +90,33 @@ def test_a_tensor_map_as_the_driver_reads_it(encoder: FakeEncoder) -> None:
     ]
 
 
-def test_enumerations_agree_with_the_bindings() -> None:
-    types, swizzles = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
-    promotions = bindings.CUtensorMapL2promotion
-    assert {
-        "u8": (int(types.CU_TENSOR_MAP_DATA_TYPE_UINT8), 1),
-        "f16": (int(types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16), 2),
-        "f32": (int(types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32), 4),
-        "bf16": (int(types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16), 2),
-    } == tensor_map._DTYPES
-    for size, value in tensor_map._SWIZZLES.items():
-        assert value == int(getattr(swizzles, f"CU_TENSOR_MAP_SWIZZLE_{f'{size}B' if size else 'NONE'}"))
-    for size, value in tensor_map._L2_PROMOTIONS.items():
-        assert value == int(getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{size}B' if size else 'NONE'}"))
+TYPES, SWIZZLES = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
+PROMOTIONS = bindings.CUtensorMapL2promotion
+VALUES: list[tuple[dict[str, Any], Any]] = [
+    *(
+        ({"dtype": dtype}, getattr(TYPES, f"CU_TENSOR_MAP_DATA_TYPE_{name}"))
+        for dtype, name in (("u8", "UINT8"), ("f16", "FLOAT16"), ("f32", "FLOAT32"), ("bf16", "BFLOAT16"))
+    ),
+    *(
+        ({"swizzle": size}, getattr(SWIZZLES, f"CU_TENSOR_MAP_SWIZZLE_{f'{size}B' if size else 'NONE'}"))
+        for size in (0, 32, 64, 128)
+    ),
+    *(
+        ({"l2_promotion": size}, getattr(PROMOTIONS, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{size}B' if size else 'NONE'}"))
+        for size in (0, 64, 128, 256)
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "value"), VALUES, ids=str)
+def test_each_value_is_the_drivers(encoder: FakeEncoder, given: dict[str, Any], value: Any) -> None:
+    spec: dict[str, Any] = {"dtype": "u8", "dims": (512,), "strides": (), "box": (16,), "swizzle": 128} | given
+    if spec["dtype"] != "u8":
+        spec["box"] = (8,)
+    TensorMapSpec(**spec).encode(16)
+    (seen,) = encoder.seen
+    _, swizzle, promotion, _ = seen["interleave, swizzle, promotion, fill"]
+    assert {"dtype": seen["dtype"], "swizzle": swizzle, "l2_promotion": promotion}[next(iter(given))] == int(value)
 
 
 def test_a_map_of_one_dimension_and_of_five(encoder: FakeEncoder) -> None:

@@ -182,7 +182,14 @@ RULES = "deep_gemm.select.rules"
 """What was measured of single families, which the model does not know."""
 FAMILY = re.compile(r"fp\d|e\dm\d|float8|swapped|upright_?(config|by|gemm)|(bf|f|bfloat|float)(16|32)|sm\d+_\w")
 DTYPES_OF = {
-    "deep_gemm.jit.driver.tensor_map": {"f32", "f16", "bf16"},  # the driver's own names
+    "deep_gemm.jit.driver.tensor_map": {
+        "f32",
+        "f16",
+        "bf16",
+        "FLOAT32",
+        "FLOAT16",
+        "BFLOAT16",
+    },  # the driver's own names
     "deep_gemm.jit.driver.launch": {"f32"},
 }
 
