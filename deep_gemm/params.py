@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deep_gemm.parts import NO_PARTS, Parts
 from deep_gemm.records import record
 
 
@@ -143,7 +144,7 @@ class KernelParams:
     accumulate: str = "none"
     grouping: str = "none"
     segments: int = 32
-    epilogue: str = "none"
+    epilogue: Parts = NO_PARTS
     options: tuple[str | bool, ...] = ()
 
     @property
@@ -154,6 +155,6 @@ class KernelParams:
         return self.config
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
+        """A JSON-ready dictionary; the epilogue is its text."""
         # Fields are plain values and need no copies. `dataclasses.asdict` copies them, and takes ten times as long.
-        return {**vars(self), "config": dict(vars(self.config))}
+        return {**vars(self), "config": dict(vars(self.config)), "epilogue": str(self.epilogue)}

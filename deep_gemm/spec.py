@@ -6,9 +6,12 @@ Everything here is a frozen dataclass of plain values: hashable, printable, and 
 from __future__ import annotations
 
 import struct
-from typing import ClassVar, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from .errors import InvalidInputError
+from .parts import NO_PARTS, Parts, parse
 from .records import record
 
 SCALE_BLOCK = 128
@@ -93,8 +96,15 @@ class GemmSpec:
     alignment: int = 1
     expected_m: int = 0
     accumulate: Accumulate = "none"
-    epilogue: str = "none"
+    epilogue: Parts = NO_PARTS
     batch_invariant: bool = False
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> GemmSpec:
+        """The spec that `to_json` wrote. Wrong fields raise TypeError, ValueError, KeyError and their like."""
+        operands = {name: Operand(**fields[name]) for name in ("a", "b", "d")}
+        multiple, epilogue = tuple(fields["block_multiple"]), parse(fields["epilogue"])
+        return cls(**{**fields, **operands, "block_multiple": multiple, "epilogue": epilogue})
 
     @property
     def flops(self) -> int:
@@ -330,3 +340,8 @@ Spec: TypeAlias = (
     | LogitsScheduleSpec
     | PrenormSpec
 )
+
+
+def to_json(spec: Spec) -> dict[str, Any]:
+    """A JSON-ready dictionary of its fields; an epilogue is its text."""
+    return asdict(spec) | ({"epilogue": str(spec.epilogue)} if isinstance(spec, GemmSpec) else {})

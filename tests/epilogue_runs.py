@@ -9,17 +9,18 @@ import torch
 from forced import ALPHA, DTYPES, fits, force_gemm, mn_major, scaling_of
 
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.epilogues import by_part, every, parse
+from deep_gemm.kernels.epilogues import every
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.reference import Finish, Scalings, exact_product
 from deep_gemm.params import KernelParams
+from deep_gemm.parts import Parts, by_part
 from deep_gemm.runtime import engine
 from deep_gemm.spec import SCALE_BLOCK, align, ceil_div
 from deep_gemm.testing import guarded, guarded_copy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BF16, F32 = torch.bfloat16, torch.float32
-TEXTS = ("bias:f32+gelu", every(True), "alpha+rows+bias:f32+relu+residual", "bias:f16+relu2")
+TEXTS = ("bias:f32+gelu", str(every(True)), "alpha+rows+bias:f32+relu+residual", "bias:f16+relu2")
 """Of families' cases; and two whose results are exact for these operands."""
 EXPRESSIONS: dict[str, Callable[..., torch.Tensor]] = {
     "rows+bias:bf16+custom:mix(weight;shift,scale) return x > shift ? x * weight : x * scale;": (
@@ -61,9 +62,8 @@ def product(dtype: str, m: int, n: int, k: int, scaling: Scalings) -> tuple[dict
     return {"a": x, "sfa": sfa, "b": y, "sfb": sfb}, exact_product(x, sfa, y, sfb, scaling=scaling)
 
 
-def vectors(text: str, m: int, n: int, out: torch.dtype, padding: int = 0) -> dict[str, torch.Tensor]:
+def vectors(parts: Parts, m: int, n: int, out: torch.dtype, padding: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of an epilogue; those that are not asked for are left out."""
-    parts = parse(text)
     residual = guarded_copy(integers(m, n, seed=5).to(out), (align(n, 8) + padding, 1)).tensor
     found = by_part(powers(m, seed=3), integers(n, seed=4), residual)
     found |= {name: found[name].to(dtype) for name in found if (dtype := DTYPES.get(getattr(parts, name)))}
@@ -84,9 +84,9 @@ def assert_close(found: torch.Tensor, wanted: torch.Tensor, activation: str) -> 
     assert ((found.double() - wanted.double()).abs() <= u * wanted.double().abs() + 2**-14).all()
 
 
-def finish_of(text: str, tensors: dict[str, torch.Tensor]) -> Finish:
-    """The epilogue ``text`` in torch."""
-    parts, vectors = parse(text), {name: x for name, x in tensors.items() if name.startswith("vector")}
+def finish_of(parts: Parts, tensors: dict[str, torch.Tensor]) -> Finish:
+    """The epilogue in torch."""
+    vectors = {name: x for name, x in tensors.items() if name.startswith("vector")}
     given = {name: x for name, x in tensors.items() if name not in vectors}
     own, expression = None, parts.expression
     if expression is not None:
@@ -104,13 +104,13 @@ def finish_of(text: str, tensors: dict[str, torch.Tensor]) -> Finish:
 def check(params: KernelParams, function: Function) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
     the residual is NaN. FP8 is the cast of a result that is exact."""
-    parts = parse(params.epilogue)
+    parts = params.epilogue
     out = torch.float8_e4m3fn if parts.cast else DTYPES[params.output]
     for m, n, k, sms in CAST_SHAPES if parts.cast else SHAPES if params.store == "tma" else ODD_SHAPES:
         if params.dtype != "e4m3" and not fits(params, m, n, k, sms):
             continue
         tensors, exact = product(params.dtype, m, n, k, scaling_of(params))
-        more = vectors(params.epilogue, m, n, out, 8 if params.store == "tma" else 1)
+        more = vectors(parts, m, n, out, 8 if params.store == "tma" else 1)
         d = guarded((m, n), out, DEVICE, (align(n, 8) + 16, 1) if params.store == "tma" else None)
         sfd = guarded((m, ceil_div(n, SCALE_BLOCK)), F32, DEVICE, (1, align(m, 4) + 4))
         given = {**tensors, **more, "d": d.tensor, **({"sfd": sfd.tensor} if parts.cast else {})}
@@ -118,7 +118,7 @@ def check(params: KernelParams, function: Function) -> None:
         torch.cuda.synchronize()
         d.check(f"d, {m} x {n} x {k}")
         sfd.check(f"scales of d, {m} x {n} x {k}")
-        wanted = finish_of(params.epilogue, more)(exact, (slice(None), slice(None)))
+        wanted = finish_of(parts, more)(exact, (slice(None), slice(None)))
         if not parts.cast:
             assert_close(d.tensor, wanted, parts.activation)
             continue

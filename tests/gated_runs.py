@@ -12,11 +12,11 @@ from grouped_runs import kind_of, launch
 from k_grouped_cases import DEVICE
 
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
+from deep_gemm.parts import Parts
 from deep_gemm.spec import SCALE_BLOCK, align
 from deep_gemm.testing import guarded
 
@@ -40,7 +40,7 @@ def is_right(params: KernelParams, builder: Builder) -> bool:
 
 def check(params: KernelParams, builder: Builder) -> None:
     """Assert it."""
-    form, parts, kind = params.grouping, parse(params.epilogue), kind_of(params)
+    form, parts, kind = params.grouping, params.epilogue, kind_of(params)
     inner = INNER if kind == "fp8" or parts.cast else INNER + 8  # 16-bit tiles may cross the edge of D
     case = Case(kind, ONE if form == "none" else ROUTING, 2 * inner, K, DEVICE, integers=True)
     (case.sfb if kind == "fp8" else case.b).div_(32)  # sums are about 4
@@ -51,7 +51,7 @@ def check(params: KernelParams, builder: Builder) -> None:
     step = align(rows[-1], 4) + 4
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
     sfd = guarded((*rows, blocks), torch.float32, DEVICE, of_scales)
-    given: dict[str, Any] = {"a": a, "b": b, "d": d.tensor, "epilogue": params.epilogue}
+    given: dict[str, Any] = {"a": a, "b": b, "d": d.tensor, "epilogue": str(parts)}
     given |= {"alpha": ALPHA} if parts.alpha else {}
     bias, each = random(len(case.routing.counts), 2 * inner, seed=3), random(case.routing.m, seed=4)
     tensors = {
@@ -112,7 +112,7 @@ def assert_cast(parts: Parts, values: torch.Tensor, scales: torch.Tensor, wanted
 def assert_padding(routing: Routing, params: KernelParams, d: torch.Tensor, sfd: torch.Tensor) -> None:
     """Rows without a group: in the index form all are written, those of tiles of padding alone with zeros and the scale
     of zeros; in other forms none."""
-    parts, inside = parse(params.epilogue), torch.zeros(d.shape[:-1], dtype=torch.bool)
+    parts, inside = params.epilogue, torch.zeros(d.shape[:-1], dtype=torch.bool)
     for group, part in enumerate(routing.slices()):
         inside[(group, slice(part.stop - part.start)) if params.grouping == "masked" else part] = True
     bits = d.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[d.element_size()])

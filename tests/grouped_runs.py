@@ -72,12 +72,12 @@ def along_m(params: KernelParams, builder: Builder) -> None:
     d = guarded((*rows, N), BF16, DEVICE, strides(rows, N))
     wanted, name = case.exact(), f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}"
     operation, more = MGrouped(name), {}
-    if params.epilogue != "none":
-        assert params.epilogue == "bias:f32"
+    if params.epilogue:
+        assert str(params.epilogue) == "bias:f32"
         bias = torch.randint(-9, 10, (len(ROUTING.counts), N), device=DEVICE).float()
         for group, part in enumerate(ROUTING.slices()):
             wanted[part] += bias[group]
-        operation, more = MGrouped(name, fused=("bias",)), {"bias": bias, "epilogue": params.epilogue}
+        operation, more = MGrouped(name, fused=("bias",)), {"bias": bias, "epilogue": str(params.epilogue)}
     size = {"expected_m": 64} if form == "masked" else {"alignment": ROUTING.alignment}
     size |= {"use_psum_layout": True} if form == "psum" else {}
     given = {"a": a, "b": b, "d": d.tensor, operation.layout: layout, **size, **more}

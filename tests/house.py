@@ -33,6 +33,7 @@ from deep_gemm.jit.compilers import choose
 from deep_gemm.kernels import ffma_bursts
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.params import KernelParams
+from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
@@ -181,7 +182,7 @@ def odd_configs(config: Any) -> Iterator[Any]:
 
 
 def odd_specs(spec: GemmSpec) -> Iterator[GemmSpec]:
-    yield replace(spec, epilogue="relu")
+    yield replace(spec, epilogue=Parts(activation="relu"))
     for name in ("a", "b", "d"):
         operand = getattr(spec, name)
         changes: list[dict[str, Any]] = [{"dtype": dtype} for dtype in get_args(Dtype)]

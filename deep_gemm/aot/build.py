@@ -25,11 +25,10 @@ from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.jit.cache.packable import Kernel
-from deep_gemm.kernels import epilogues
 from deep_gemm.kernels.rows import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
-from deep_gemm.ops.epilogue import Epilogues, epilogue_texts
+from deep_gemm.ops.epilogue import Epilogues, epilogues_of
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.select import casts, tuner
@@ -39,7 +38,7 @@ from deep_gemm.spec import GemmSpec, Spec, align
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
     """The spec of a call with freshly allocated tensors of this shape, under the options of this process."""
     sizes, sms = (shape.m, shape.n, shape.k), num_sms or arch.num_sms
-    alignment, parts = get_mk_alignment_for_contiguous_layout(), epilogues.parse(shape.epilogue)
+    alignment, parts = get_mk_alignment_for_contiguous_layout(), shape.epilogue
     finished: dict[str, Any] = {"output": "e4m3"} if parts.cast else {}
     if parts.is_gated or parts.cast:  # d may have half of the columns, of one byte or two
         columns = shape.n // 2 if parts.is_gated else shape.n
@@ -49,7 +48,7 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, 
         groups=shape.groups,
         alignment=alignment,
         expected_m=shape.expected,
-        epilogue=shape.epilogue,
+        epilogue=parts,
         **finished,
     )
 
@@ -262,14 +261,14 @@ def work_of(
         if not isinstance(flag, bool):
             raise InvalidInputError(f"{name} must be True or False, but it is {flag!r}.")
     num_sms = None if num_sms is None else whole(num_sms, "num_sms")
-    texts = epilogue_texts(epilogue)
+    asked = epilogues_of(epilogue)
     found = plan(what, tp, ep, op, training)
     if (problems := found.problems) and not allow_partial:
         told = " ".join(problems[:8]) + (f" So it is with {len(problems) - 8} others." if len(problems) > 8 else "")
         raise UnsupportedError(f"Not all of this can be compiled ahead: {told} Pass allow_partial=True for the rest.")
     if training and (left_out := workload.untrained(found.layers)):
         log.warning(f"training: {' '.join(left_out)}")
-    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training, texts)
+    shapes = workload.shapes(workload.for_every_m(found.layers, whole(max_m, "max_m")), (), training, asked)
     return choose(shapes, arch, num_sms, layers=found.layers, fused=fused)
 
 

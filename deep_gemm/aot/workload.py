@@ -26,8 +26,8 @@ from deep_gemm.aot.layers import (
     is_masked,
 )
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.kernels import epilogues as finishing
 from deep_gemm.log import counted
+from deep_gemm.parts import NO_PARTS, Parts
 from deep_gemm.select import representatives
 
 DEFAULT_M = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
@@ -46,7 +46,7 @@ class GemmShape:
 
     If `op` has groups, there is a B for each of `groups`, and m counts the rows of all. In the masked form m counts the
     room of one group, of which `expected_m` rows are expected to be used; 0 means all of them. In a batch m counts the
-    rows of each product. `epilogue` is the text of one."""
+    rows of each product."""
 
     m: int
     n: int
@@ -55,7 +55,7 @@ class GemmShape:
     op: str = FP8
     groups: int = 1
     expected_m: int = 0
-    epilogue: str = "none"
+    epilogue: Parts = NO_PARTS
 
     @property
     def expected(self) -> int:
@@ -85,22 +85,22 @@ class GemmShape:
 
     def __str__(self) -> str:
         groups = f" in {counted(self.groups, 'group')}" if self.op in (*GROUPED_OPS, *BATCHED_OPS) else ""
-        finished = "" if self.epilogue == "none" else f" with {self.epilogue}"
+        finished = f" with {self.epilogue}" if self.epilogue else ""
         return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}") + finished
 
 
 def shapes(
-    layers: Iterable[Layer], ms: Sequence[int], training: bool = False, epilogues: Sequence[str] = ()
+    layers: Iterable[Layer], ms: Sequence[int], training: bool = False, epilogues: Sequence[Parts] = ()
 ) -> list[GemmShape]:
     """Every layer that has kernels, at its own sizes of M if it has some, else at every M of `ms`. `training`: also the
     gradients of layers in FP8, of the input and of the weight. The K of the latter are the M tokens. `untrained` says
-    what is left out. Each layer also with those of `epilogues`, texts, that its operation takes."""
+    what is left out. Each layer also with those of `epilogues` that its operation takes."""
     found = []
     for x in layers:
         for m in () if x.why_not else (x.ms or ms):
             found.append(GemmShape(m, x.n, x.k, x.name, x.op, x.groups))
             plain = found[-1]
-            found += [replace(plain, epilogue=text) for text in epilogues if _takes(x.op, text)]
+            found += [replace(plain, epilogue=parts) for parts in epilogues if _takes(x.op, parts)]
             if training and x.op == FP8:
                 if x.n % K_MULTIPLE == 0:
                     found.append(GemmShape(m, x.k, x.n, f"input gradient of {x.name}", FP8))
@@ -109,9 +109,8 @@ def shapes(
     return found
 
 
-def _takes(op: str, text: str) -> bool:
+def _takes(op: str, parts: Parts) -> bool:
     """Whether calls of this operation may have such an epilogue."""
-    parts = finishing.parse(text)
     return op in DENSE_OPS or (op in GROUPED_OPS and not (parts.refusal(groups=True) or parts.expression))
 
 

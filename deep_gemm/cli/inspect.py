@@ -56,10 +56,11 @@ def command(
         raise click.UsageError(f"--groups is for {', '.join(known)}: name one of them with --op, not {op}")
     if expected_m is not None and not layers.is_masked(op):
         raise click.UsageError(f"--expected-m is for masked operations, not {op}")
-    from deep_gemm.ops.epilogue import epilogue_texts
+    from deep_gemm.ops.epilogue import epilogues_of
+    from deep_gemm.parts import Parts
 
-    text = "none" if epilogue is None else epilogue_texts(epilogue)[0]
-    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0, text)
+    parts = Parts() if epilogue is None else epilogues_of(epilogue)[0]
+    asked = GemmShape(found.ms[0], found.n, found.k, "", op or layers.FP8, groups, expected_m or 0, parts)
     report = examine(asked, arch, num_sms, top, with_sass)
     if as_json:
         click.echo(json.dumps(report, indent=2, default=str))
@@ -74,6 +75,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     from deep_gemm.kernels import epilogues
     from deep_gemm.runtime import engine
     from deep_gemm.select import casts
+    from deep_gemm.spec import to_json
 
     spec = archs.get(arch)
     if why := build.refusal(shape.n, shape.k, shape.op, shape.groups):
@@ -94,7 +96,7 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
         configs.append({"config": config, "estimate": estimate})
     report: dict[str, Any] = {
         "asked": _asked(asked),
-        "spec": dataclasses.asdict(asked),
+        "spec": to_json(asked),
         "casting": casting and dataclasses.asdict(casting),
         "configs_ranked": len(ranked),
         "calibration": ranked[0].calibration.origin,

@@ -33,7 +33,7 @@ def command(name: str, directory: Path) -> None:
 
     The test compiles the kernel, and runs it where there is a GPU. No file is replaced.
     """
-    from deep_gemm.kernels.names import is_name
+    from deep_gemm.names import is_name
 
     if not is_name(name) or keyword.iskeyword(name):
         raise click.UsageError(f"NAME must be a name that C++ and Python can have, but it is {name!r}.")

@@ -125,7 +125,7 @@ def command(
     """
     from deep_gemm import kernels
     from deep_gemm.aot import build, cards, shard
-    from deep_gemm.ops.epilogue import epilogue_texts
+    from deep_gemm.ops.epilogue import epilogues_of
 
     if not texts and path is None:
         raise click.UsageError("nothing to compile: give --shape or --model")
@@ -139,7 +139,7 @@ def command(
     with busy("choosing kernels for every M"):  # a second a layer
         found = build.plan(asked, tp, ep, op, training)
         every = found.layers if ms is not None else workload.for_every_m(found.layers, max_m)
-        shapes = workload.shapes(every, ms or (), training, epilogue_texts(finished))
+        shapes = workload.shapes(every, ms or (), training, epilogues_of(finished))
         work = build.choose(shapes, arch, num_sms, on, found.layers, fused)
     report: dict[str, Any] = {
         "arch": arch,

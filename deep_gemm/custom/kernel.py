@@ -13,7 +13,7 @@ from deep_gemm.runtime.calls import entry
 from ..errors import InvalidInputError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
-from ..kernels.names import is_name
+from ..names import is_name
 from ..params import KernelParams
 from .launch import LaunchConfig
 from .operation import CustomOperation, Source

@@ -22,7 +22,7 @@ from ..jit.driver.launch import LaunchShape
 from ..jit.driver.module import Function, load_function
 from ..jit.generator import filled, names_in, render, variables
 from ..kernels.base import LaunchPlan, Numbers, Strides
-from ..kernels.names import SURE_MISTAKES
+from ..names import SURE_MISTAKES
 from ..ops import checks
 from ..params import Config, KernelParams
 from .launch import LaunchConfig, checked_shape, checked_values

@@ -14,7 +14,7 @@ import torch
 from ..errors import InvalidInputError
 from ..jit.driver.launch import Map
 from ..kernels.base import Argument
-from ..kernels.names import is_name
+from ..names import is_name
 
 ELEMENTS = {
     "f64": torch.float64,

@@ -10,7 +10,6 @@ from ..arch import ArchSpec
 from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec
 from . import serving
-from .epilogues import parse
 from .fp8_scaled import Fp8Scaled
 from .gemm import ALONG_M, SAME, GemmFamily
 from .half_gemm import HalfGemm
@@ -62,7 +61,7 @@ class Fp8Gated(Gated, Fp8Scaled):
 
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """A lone consumer of all columns of an FP8 scale has no registers for groups and for alpha."""
-        alone = spec.grouping == "none" and spec.d.dtype == "e4m3" and not parse(spec.epilogue).alpha
+        alone = spec.grouping == "none" and spec.d.dtype == "e4m3" and not spec.epilogue.alpha
         return (alone or config.tile != _FEW_ROWS) and super().fits(spec, config, accumulate, scaling)
 
 

@@ -14,6 +14,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
+from ..parts import MATRICES, Parts, parse
 from ..records import record
 from ..settings import settings
 from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
@@ -81,7 +82,7 @@ class GemmFamily(Kernel):
 
     @property
     def has_epilogues(self) -> bool:
-        """Whether it takes all that `epilogues` has: one product does, and groups along M do."""
+        """Whether it takes all that `Parts` has: one product does, and groups along M do."""
         return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
 
     @property
@@ -114,20 +115,19 @@ class GemmFamily(Kernel):
             return "rows of D must begin on 16-byte boundaries"
         if spec.grouping not in self.groupings:
             return f"its groups are {' or '.join(self.groupings)}, not {spec.grouping}"
-        if spec.epilogue != "none" and not self.has_epilogues:
-            return f"it has no epilogue, and {spec.epilogue} is asked for"
-        if (parts := epilogues.parse(spec.epilogue)).is_gated != self.rules.gated:
+        parts = spec.epilogue
+        if parts and not self.has_epilogues:
+            return f"it has no epilogue, and {parts} is asked for"
+        if parts.is_gated != self.rules.gated:
             return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
-        if not self.has_residuals and (matrix := next((x for x in parts.tensors if x in epilogues.MATRICES), "")):
+        if not self.has_residuals and (matrix := next((x for x in parts.tensors if x in MATRICES), "")):
             return f"it adds no {matrix}"
         if spec.grouping != "none" and parts.expression:
             return "with groups it takes no expression of a user"
         if not parts.cast and (why := parts.refusal(spec.grouping != "none")):
             return why
         if bool(parts.cast) != (d.dtype == "e4m3"):
-            return (
-                f"D of FP8 has scales, which an epilogue asks for, but D is {d.dtype} and the epilogue {spec.epilogue}"
-            )
+            return f"D of FP8 has scales, which an epilogue asks for, but D is {d.dtype} and the epilogue {parts}"
         if parts.cast and (parts.refusal() or spec.accumulate != "none"):
             return "it adds nothing to a D of FP8 but a bias"
         if parts.cast and (columns := self.rules.columns_of_d(spec.n)) % SCALE_BLOCK:
@@ -164,6 +164,7 @@ class GemmFamily(Kernel):
         multiple_m, multiple_n = spec.block_multiple
         accumulate, scaling, fits = self.adds(spec), scaling_of(spec), self.rules.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
+        has_epilogue = bool(spec.epilogue)
         return [
             c
             for c in configs
@@ -174,7 +175,7 @@ class GemmFamily(Kernel):
             and (spec.whole_gpu or c.ctas_per_sm == 1)
             and not (spec.batch_invariant and (c.cluster_k * c.consumers_k > 1 or c.parts))
             and alignment % c.block_m == 0
-            and (spec.epilogue == "none" or self.rules.finishes(c))
+            and not (has_epilogue and not self.rules.finishes(c))
             and fits(spec, c, accumulate, scaling)
         ]
 
@@ -183,7 +184,7 @@ class GemmFamily(Kernel):
         if spec.accumulate == "none":
             return "none"
         in_place = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned
-        reduces = in_place and self.rules.tma_adds and spec.epilogue == "none"
+        reduces = in_place and self.rules.tma_adds and not spec.epilogue
         return "reduces" if reduces else "reads"
 
     def describe(self, config: Any) -> str:
@@ -227,12 +228,14 @@ class GemmFamily(Kernel):
         )
 
     def case(self, config: GemmConfig, arch: ArchSpec = SM90, **options: Any) -> KernelParams:
-        """The identity of a binary with ``config``. ``options`` are fields of `KernelParams`. Their defaults are TMA
-        stores, and the first of everything that the family supports."""
+        """The identity of a binary with ``config``. ``options`` are fields of `KernelParams`, where an epilogue may be
+        its text. Their defaults are TMA stores, and the first of everything that the family supports."""
         dtype = options.get("dtype", self.dtypes[0])
         output = dtype if self.outputs[0] == SAME else self.outputs[0]
         first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
         first |= {"grouping": self.groupings[0], "store": "tma"}
+        if isinstance(text := options.get("epilogue"), str):
+            options["epilogue"] = parse(text)
         params = KernelParams(**{"kernel": self.name, "arch": arch.name, "config": config, **first, **options})
         if config.parts:  # the consumers that add all parts store them
             params = replace(params, store="direct", accumulate=params.accumulate.replace("reduces", "reads"))
@@ -243,9 +246,9 @@ class GemmFamily(Kernel):
         """The serving set, and `varied`."""
         serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
         has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
-        names = ("bias:f32+gelu", epilogues.every(self.has_residuals)) if has_all else ()
+        both = (Parts(bias="f32", activation="gelu"), epilogues.every(self.has_residuals)) if has_all else ()
         able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
-        finished = [self.case(able[-index], epilogue=name) for index, name in enumerate(names)]
+        finished = [self.case(able[-index], epilogue=parts) for index, parts in enumerate(both)]
         return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
 
     def default_cases(self) -> list[KernelParams]:
@@ -268,8 +271,8 @@ class GemmFamily(Kernel):
         shared = self.shared_bytes(params)
         return source.constants(params, self.rules) | {
             "shared_bytes": shared,
-            "epilogue": epilogues.parse(params.epilogue).device_name,
-            "expression": epilogues.parse(params.epilogue).device_code,
+            "epilogue": epilogues.device_name(params.epilogue),
+            "expression": epilogues.device_code(params.epilogue),
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }
@@ -298,7 +301,7 @@ class GemmFamily(Kernel):
         ctas, values = launch(self.rules, params, spec, strides, numbers, constant and pdl)
         if params.accumulate == "reads" and "c_stride" not in values:
             values["c_stride"] = strides["c"][0]
-        values |= epilogues.parse(params.epilogue).values(strides, numbers)
+        values |= epilogues.values(params.epilogue, strides, numbers)
         shape = LaunchShape(
             grid=(ctas, groups.parts(c, spec), 1),
             block=c.num_threads,
@@ -333,7 +336,7 @@ def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Ar
 @functools.lru_cache(maxsize=64)
 def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, ...]:
     """A first call asks for them four times."""
-    return source.arguments(params, family.rules) + epilogues.parse(params.epilogue).arguments
+    return source.arguments(params, family.rules) + epilogues.arguments(params.epilogue)
 
 
 @functools.cache

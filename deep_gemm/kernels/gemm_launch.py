@@ -12,7 +12,6 @@ from ..params import GemmConfig, KernelParams
 from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from . import groups
 from .base import Numbers, Strides, Value, integers
-from .epilogues import parse
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
 from .raster import Raster, divisor, raster
 from .template import BYTES, Template
@@ -160,7 +159,7 @@ def _gated_maps(rules: Template, params: KernelParams, spec: GemmSpec, n: int, s
     All boxes are whole."""
     rows = rules.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
     row, column = strides["b"]
-    if not parse(params.epilogue).interleaved:
+    if not params.epilogue.interleaved:
         both = Map(_boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
         return both, both
     each = _boxes(replace(spec, n=n // 2), spec.b, "b", {**strides, "b": (2 * row, column)}, spec)(rows)

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 from ..params import KernelParams
-from . import epilogues, groups
+from . import groups
 from .base import Argument, parameters
 from .template import Template, turns
 from .tiles import segments
@@ -99,7 +99,7 @@ def entry(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) 
         "parts" if c.parts else "",
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
-        re.sub(r"\W", "_", epilogues.parse(p.epilogue).label) if p.epilogue != "none" else "",
+        re.sub(r"\W", "_", p.epilogue.label) if p.epilogue else "",
         p.store,
         *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
     ]

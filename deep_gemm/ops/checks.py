@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import MATRICES
 from deep_gemm.ops.reference import Finish
+from deep_gemm.parts import MATRICES
 from deep_gemm.runtime.calls import byte_range
 
 from ..errors import InvalidInputError, UnsupportedError

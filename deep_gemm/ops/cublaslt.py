@@ -15,6 +15,7 @@ from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter
 
 from ..errors import InvalidInputError, UnsupportedError
+from ..parts import Parts
 from ..spec import Scaling
 from . import checks, layouts
 from .checks import shape_of
@@ -176,6 +177,6 @@ def widened(values: Tensor, sf: Tensor, kind: Scaling) -> Tensor:
     return dequantised(values, sf, kind, torch.float32).bfloat16()
 
 
-def _refuse_epilogue(epilogue: str) -> None:
-    if epilogue != "none":
+def _refuse_epilogue(epilogue: Parts) -> None:
+    if epilogue:
         raise UnsupportedError(f"cuBLAS through torch has no epilogue {epilogue}.")

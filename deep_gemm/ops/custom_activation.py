@@ -5,16 +5,19 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.expressions import MAX_VECTORS, VECTORS, Expression
-from deep_gemm.kernels.names import is_name
+from deep_gemm.names import is_name
+from deep_gemm.parts import MAX_VECTORS, VECTORS
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
+
+if TYPE_CHECKING:
+    from deep_gemm.expression import Expression
 
 MAX_NAME = 40
 """Letters of a name, which is part of the kernel's."""
@@ -43,6 +46,8 @@ def custom_activation(
             f"name of an expression must be a name that C++ can have, of at most {MAX_NAME} letters, but it is "
             f"{shown(name)}."
         )
+    from deep_gemm.expression import Expression  # here: few processes have one
+
     given = [*_named(name, "rows", rows), *_named(name, "columns", columns)]
     text = textwrap.dedent(body).strip() if isinstance(body, str) else ""
     expression = Expression(name, text, *(tuple(each for kind, each, _ in given if kind == at) for at in _KINDS))

@@ -13,8 +13,7 @@ from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_refere
 from deep_gemm.runtime.calls import entry
 
 from ..errors import InvalidInputError
-from ..kernels import epilogues
-from ..kernels.expressions import VECTORS
+from ..parts import VECTORS, Parts, by_part
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
@@ -29,7 +28,7 @@ _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
 
 _RANKS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("the scales of a", "the scales of b"), (0, 1, 2)),
-    **epilogues.by_part((1,), (1,), (2,)),
+    **by_part((1,), (1,), (2,)),
     **dict.fromkeys(VECTORS, (1,)),
 }
 """Of the operands that are no matrices."""
@@ -47,7 +46,7 @@ class Dense(Gemm):
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`."""
-        return {**layouts.axes(form), "sfd": "mn", **epilogues.by_part("m", "n", "mn")}
+        return {**layouts.axes(form), "sfd": "mn", **by_part("m", "n", "mn")}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
         """None for fake tensors, of which only types and shapes are checked, and where there is no product to compute.
@@ -55,15 +54,14 @@ class Dense(Gemm):
         ``form`` says how a and b are given: "tn" for a (K, M) and b (K, N).
         """
         given = self.given(arguments, named_arguments)
-        named, form, epilogue = self.named(given), given["form"], given.get("epilogue", "none")
-        parts = self.epilogue_of(given)
+        named, form, epilogue = self.named(given), given["form"], self.epilogue_of(given)
         asked, dims = self.check_options(given)
         device = checks.check_tensors(self.called(form), named, _RANKS, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
-        self._check_outputs(named, form, parts)
-        self.check_fused(named, parts)
+        self._check_outputs(named, form, epilogue)
+        self.check_fused(named, epilogue)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:
@@ -134,7 +132,7 @@ class Dense(Gemm):
             )
             raise InvalidInputError(f"d{of} must be {known}, but it is {d.dtype}. Cast d after the call.")
 
-    def _check_outputs(self, named: Mapping[str, Tensor], form: str, parts: epilogues.Parts) -> None:
+    def _check_outputs(self, named: Mapping[str, Tensor], form: str, parts: Parts) -> None:
         shape = (named["a"].shape[0], self.columns(named, parts))
         rows = "rows of a by rows of b" if self.is_scaled else "M x N of a and b"
         rows = f"{rows}, of which gate has half," if parts.is_gated else rows
@@ -171,7 +169,7 @@ class Dense(Gemm):
 
     def special(self, x: GemmOperands) -> str:
         """Other libraries take FP8 with scales of blocks and K-major values, and write bfloat16."""
-        if x.epilogue != "none":
+        if x.epilogue:
             return f"the epilogue {x.epilogue}"
         if not self.is_scaled:
             return ""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import PARTS, SWIGLU, Parts, parse
-from deep_gemm.kernels.expressions import Expression
 from deep_gemm.ops.reference import ACTIVATIONS
+from deep_gemm.parts import NO_PARTS, PARTS, SWIGLU, Parts, parse
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..tensors import check_tensor, kind_of, shape_of, shown
 from .custom_activation import CustomActivation, Reference, Vectors, custom_activation
 from .table import DTYPES, TORCH
+
+if TYPE_CHECKING:
+    from deep_gemm.expression import Expression
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +48,8 @@ class Epilogue:
 
     Args:
         bias: (N,) float32, bfloat16 or float16, contiguous. With groups along M, (G, N): a row for each group.
-        activation: "silu", "gelu" (by tanh, as ``approximate="tanh"`` in torch), "gelu_erf" (torch's default),
-            "relu", "relu2", the square of relu, or "swiglu", which combines with neither c nor residual. For one of
+        activation: a name of `ACTIVATIONS`. "gelu" is that by tanh (``approximate="tanh"`` in torch), "gelu_erf"
+            torch's default, and "relu2" the square of relu. "swiglu" combines with neither c nor residual. For one of
             your own see `custom`.
         alpha: a factor of all products: a finite number, or a float32 tensor of one element on the device of the
             others, which is read when the kernel runs.
@@ -86,6 +88,7 @@ class Epilogue:
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
     ACTIVATIONS: ClassVar[tuple[str, ...]] = (*ACTIVATIONS, SWIGLU)
+    """The names of activations."""
 
     def __post_init__(self) -> None:
         own = self.activation if isinstance(self.activation, CustomActivation) else None
@@ -232,48 +235,41 @@ _parts = functools.cache(_made)
 Epilogues: TypeAlias = "str | Epilogue | Iterable[str | Epilogue] | None"
 
 
-def epilogue_texts(given: Epilogues) -> tuple[str, ...]:
-    """The texts by which kernels know these epilogues. Parts in a text may have any order. Raises InvalidInputError for
-    what is none."""
+def epilogues_of(given: Epilogues) -> tuple[Parts, ...]:
+    """The parts of epilogues or of their texts, each once. Raises InvalidInputError for what is none."""
     each = [given] if isinstance(given, (str, Epilogue)) else [] if given is None else given
-    return tuple(dict.fromkeys(_text_of(x) if isinstance(x, Epilogue) else _checked(x) for x in each))
+    return tuple(dict.fromkeys(_parts_of(x) for x in each))
 
 
-def _text_of(epilogue: Epilogue) -> str:
-    """Scales that are powers of two are those of a d of FP8; otherwise d is not FP8."""
-    return epilogue.fp8_text if epilogue.use_ue8m0 else epilogue.text
-
-
-def _checked(text: Any) -> str:
-    if (parts := parts_of(text)).refusal():
-        raise _no_epilogue(text)
-    return str(parts)
+def _parts_of(given: Any) -> Parts:
+    """Scales that are powers of two are those of a d of FP8; otherwise the d of an `Epilogue` is not FP8."""
+    if isinstance(given, Epilogue):
+        return replace(given.parts, cast="ue8m0") if given.use_ue8m0 else given.parts
+    if (parts := parts_of(given)).refusal():
+        raise _no_epilogue(given)
+    return parts
 
 
 def parts_of(text: Any) -> Parts:
     """The parts of an epilogue's text, in any order. Raises InvalidInputError for what is none."""
-    if isinstance(text, str):
-        try:
-            parts = parse(text)
-        except InvalidInputError:
-            raise
-        except ValueError:  # a limit that is no number
-            parts = Parts()
-        is_gated, has_gate = parts.is_gated, parts.clamp is not None or parts.interleaved
-        known = all(getattr(parts, part.name) in ("", False, True, *part.dtypes) for part in PARTS)
-        known = known and parts.activation in ("", *Epilogue.ACTIVATIONS) and is_gated >= has_gate
-        known = known and (parts.clamp is None or (is_float32(parts.clamp) and parts.clamp >= 0))
-        known = known and not (parts.activation and parts.expression)
-        if parts != Parts() and known and sorted(text.split("+")) == sorted(str(parts).split("+")):
-            return parts
-    raise _no_epilogue(text)
+    try:
+        parts = parse(text) if isinstance(text, str) else NO_PARTS
+    except InvalidInputError:  # an expression, which has a sentence of its own
+        raise
+    except ValueError as error:
+        raise _no_epilogue(text) from error
+    has_gate, limit = parts.clamp is not None or parts.interleaved, parts.clamp or 0.0
+    known = parts.activation in ("", *Epilogue.ACTIVATIONS) and parts.is_gated >= has_gate
+    if not parts or not known or not (is_float32(limit) and limit >= 0) or (parts.activation and parts.expression):
+        raise _no_epilogue(text)
+    return parts
 
 
-def _no_epilogue(text: Any) -> InvalidInputError:
+def _no_epilogue(given: object) -> InvalidInputError:
     return InvalidInputError(
         "an epilogue must be a deep_gemm.Epilogue or the text of its parts, joined by +: alpha, rows (factors), "
         f"bias:f32 (or bf16, f16), an activation ({', '.join(Epilogue.ACTIVATIONS)}), residual; with swiglu alone "
-        f"interleaved and clamp:LIMIT; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(text)}."
+        f"interleaved and clamp:LIMIT; and fp8 or fp8:ue8m0 for a d of FP8, without residual; but it is {shown(given)}."
     )
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import PARTS
-from deep_gemm.kernels.expressions import VECTORS
+from deep_gemm.parts import PARTS, VECTORS
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 

@@ -16,9 +16,8 @@ from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
 from .. import kernels, options
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels import epilogues
-from ..kernels.expressions import VECTORS
 from ..kernels.groups import memory_bytes
+from ..parts import MATRICES, NO_PARTS, NOT_CAST, PARTS, VECTORS, Parts, by_part
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, finished, layouts, scales
@@ -68,7 +67,7 @@ class GemmOperands:
     accumulate: Accumulate = "none"
     groups: int = 1
     size: int = 1
-    epilogue: str = "none"
+    epilogue: Parts = NO_PARTS
     alpha: float = 1.0
 
     @property
@@ -79,11 +78,11 @@ class GemmOperands:
     @property
     def finish(self) -> Finish | None:
         """The epilogue for the reference."""
-        if self.epilogue == "none":
+        if not self.epilogue:
             return None
         more: dict[str, Any] = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
         vectors = {name: more.pop(name) for name in VECTORS if name in more}
-        parts = epilogues.parse(self.epilogue)
+        parts = self.epilogue
         own = None if parts.expression is None else in_torch(parts.expression, vectors)
         more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
         more |= {"interleaved": parts.interleaved}
@@ -123,7 +122,7 @@ class Gemm(Operation):
         self.operands |= {name: name for name in self.fused}
         self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
         self.outputs = ("d", "sfd") if "sfd" in self.fused else ()
-        self.in_place = "c" if accumulates else next((name for name in epilogues.MATRICES if name in self.fused), "")
+        self.in_place = "c" if accumulates else next((name for name in MATRICES if name in self.fused), "")
         self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
         self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
         self.unsigned += ("d",) if "sfd" in self.fused else ()
@@ -178,7 +177,7 @@ class Gemm(Operation):
         if not (may_record and finished.records(self.name, given)):
             finished.call(type(self), self.name, given, tuple(tensors))
 
-    def columns(self, named: Mapping[str, Tensor], parts: epilogues.Parts) -> int:
+    def columns(self, named: Mapping[str, Tensor], parts: Parts) -> int:
         """Columns of d: N, or with SwiGLU half of it. Refuses what cannot have a gate."""
         n: int = named["b"].shape[-2]
         if not parts.is_gated:
@@ -194,11 +193,11 @@ class Gemm(Operation):
             )
         return n // 2
 
-    def epilogue_of(self, given: Mapping[str, Any]) -> epilogues.Parts:
+    def epilogue_of(self, given: Mapping[str, Any]) -> Parts:
         """The parts of the call's epilogue. Refuses a text that is none, and tensors or an alpha that do not fit it: a
         kernel reads what the text says."""
         text, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
-        parts = epilogues.Parts() if text == "none" else parts_of(text)
+        parts = NO_PARTS if text == "none" else parts_of(text)
         if why := parts.refusal(groups=bool(self.layout)):
             raise UnsupportedError(why)
         for name in FUSED:
@@ -212,18 +211,18 @@ class Gemm(Operation):
             )
         return parts
 
-    def check_fused(self, named: Mapping[str, Any], parts: epilogues.Parts) -> None:
+    def check_fused(self, named: Mapping[str, Any], parts: Parts) -> None:
         """Check the tensors of an epilogue against the shape of d."""
         if not self.fused:
             return
         *groups, m, columns = named["d"].shape
         n = named["b"].shape[-2]
-        shapes = epilogues.by_part((*groups, m), (*named["b"].shape[:-2], n), tuple(named["d"].shape))
+        shapes = by_part((*groups, m), (*named["b"].shape[:-2], n), tuple(named["d"].shape))
         if "sfd" in self.fused:
             self._check_cast(named, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
         if parts.expression is not None:
             check_vectors(parts.expression, named, m, n)
-        for part in (each for each in epilogues.PARTS if each.name in self.fused):
+        for part in (each for each in PARTS if each.name in self.fused):
             name, x, wanted, dtype = part.name, named[part.name], shapes[part.name], named["d"].dtype
             given = part.given(DTYPES.get(x.dtype, ""))
             if part.dtypes and (given != getattr(parts, name) or DTYPES.get(x.dtype) not in part.dtypes):
@@ -249,7 +248,7 @@ class Gemm(Operation):
     def _check_cast(self, named: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         """Check a d of FP8 and its scales."""
         if "c" in named:
-            raise UnsupportedError(epilogues.NOT_CAST.format("c"))
+            raise UnsupportedError(NOT_CAST.format("c"))
         d, sf = named["d"], named[SCALES_OF_D]
         if d.dtype != torch.float8_e4m3fn:
             raise InvalidInputError(f"the values of d must be torch.float8_e4m3fn, but they are {d.dtype}.")
@@ -274,7 +273,7 @@ class Gemm(Operation):
 
     def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
         """Add c and d. Returns whether TMA can write them."""
-        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", *epilogues.MATRICES, "d") if name in x.tensors}
+        outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", *MATRICES, "d") if name in x.tensors}
         for name, tensor in outputs.items():
             row = layouts.row_stride(tensor)
             found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
@@ -283,11 +282,11 @@ class Gemm(Operation):
     def work(self, x: GemmOperands, device: int) -> Work:
         """The GEMM, after the launches that prepare its operands; and its cast, if that is a launch of its own."""
         found = Preparation({name: name for name in x.tensors})
-        for part in epilogues.PARTS:
+        for part in PARTS:
             if part.name in x.tensors and part.axes != "mn":
                 own = x.tensors[part.name]
                 found.strides[part.name] = own.stride() if part.axes == "n" else (_step(own),)
-        if x.epilogue != "none":
+        if x.epilogue:
             found.numbers["alpha"] = x.alpha
         if "sfd" in x.tensors:
             *group, row, block = x.tensors["sfd"].stride()

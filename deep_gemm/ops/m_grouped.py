@@ -17,7 +17,7 @@ from deep_gemm.ops.reference import m_grouped_reference
 from deep_gemm.runtime.calls import Parameter, entry
 
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels import epilogues
+from ..parts import PARTS, by_part
 from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, device_values, layouts, scales
@@ -67,9 +67,9 @@ class MGrouped(Gemm):
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
-            rest = {self.layout: "g", "sfd": "gMn", **epilogues.by_part("gM", "gn", "gMn")}
+            rest = {self.layout: "g", "sfd": "gMn", **by_part("gM", "gn", "gMn")}
             return {"a": "gMk", "b": "gnk", "d": "gMn", **rest}
-        rest = {self.layout: "M", "sfd": "Mn", **epilogues.by_part("M", "Gn", "Mn")}
+        rest = {self.layout: "M", "sfd": "Mn", **by_part("M", "Gn", "Mn")}
         return {"a": "Mk", "b": "Gkn" if form == "nn" else "Gnk", "d": "Mn", **rest}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
@@ -83,15 +83,15 @@ class MGrouped(Gemm):
             size = check_expected_m("expected_m", given["expected_m"])
         else:
             size = checks.check_alignment(given["alignment"])
-        epilogue, alpha = given.get("epilogue", "none"), given.get("alpha", 1.0)
-        if (parts := self.epilogue_of(given)).expression is not None:
+        epilogue, alpha = self.epilogue_of(given), given.get("alpha", 1.0)
+        if epilogue.expression is not None:
             raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
         if self.is_scaled:
             scales.check_blocks(asked, given, "GEMMs grouped by M")
         rank = 3 if self.is_masked else 2
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
-        ranks |= epilogues.by_part((1, rank - 1), (2,), (rank,))
+        ranks |= by_part((1, rank - 1), (2,), (rank,))
         device = checks.check_tensors(self.called(form), named, ranks, (rank,), ("d", SCALES_OF_D))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
@@ -104,12 +104,12 @@ class MGrouped(Gemm):
                 "after the call."
             )
         is_psum = bool(given.get("use_psum_layout"))
-        columns = self.columns(named, parts)
+        columns = self.columns(named, epilogue)
         check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
         if self.is_scaled:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
-        self.check_fused(named, parts)
-        of_rows = [part.name for part in epilogues.PARTS if part.axes == "m" and part.name in named]
+        self.check_fused(named, epilogue)
+        of_rows = [part.name for part in PARTS if part.axes == "m" and part.name in named]
         named |= {name: _flat_rows(name, named[name]) for name in of_rows}
         if checks.is_fake(named.values()):
             return None
@@ -179,7 +179,7 @@ class MGrouped(Gemm):
 
     def special(self, x: GemmOperands) -> str:
         """Other libraries have no epilogues."""
-        return "" if x.epilogue == "none" else f"the epilogue {x.epilogue}"
+        return f"the epilogue {x.epilogue}" if x.epilogue else ""
 
     def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.epilogues import PARTS, SWIGLU
 from deep_gemm.ops.cast_reference import cast_blocks, dequantise
+from deep_gemm.parts import PARTS, SWIGLU
 from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
 

@@ -10,6 +10,7 @@ import torch
 from deep_gemm.ops.reference import BLOCKS, Scalings
 
 from .. import options
+from ..parts import Parts, parse
 from ..records import record
 from ..spec import Accumulate, Dtype, GemmSpec, Grouping, Major, Operand
 
@@ -172,7 +173,7 @@ def spec(
     majors: tuple[Major, Major] | None = None,
     output: Dtype | None = None,
     accumulate: Accumulate | None = None,
-    epilogue: str = "none",
+    epilogue: Parts | str = "none",
     aligned: bool | None = None,
     compiled_dims: str = "",
 ) -> GemmSpec:
@@ -180,8 +181,8 @@ def spec(
 
     What is None is as in a layer's call with freshly allocated tensors. ``m`` are all rows of A, in the masked form
     those of one group; ``k`` is the sum over all groups along K. ``alignment`` is for groups along M, ``expected_m``
-    for the masked form. ``aligned`` says whether TMA can write D (and read C). Raises KeyError for an unknown
-    operation.
+    for the masked form. ``aligned`` says whether TMA can write D (and read C). An epilogue may be its text. Raises
+    KeyError for an unknown operation.
     """
     product = PRODUCTS[op]
     (of_a, of_b), (major_a, major_b) = scaling or product.scaling, majors or product.majors
@@ -203,7 +204,7 @@ def spec(
         alignment=alignment if product.grouping in ("contiguous", "psum") else 1,
         expected_m=min(expected_m, m) if product.grouping == "masked" else 0,
         accumulate=accumulate or product.accumulate,
-        epilogue=epilogue,
+        epilogue=parse(epilogue) if isinstance(epilogue, str) else epilogue,
         batch_invariant=options.get_batch_invariant(),
     )
 

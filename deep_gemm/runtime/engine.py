@@ -36,7 +36,7 @@ from deep_gemm.runtime import debug_record
 from deep_gemm.runtime.debug_record import debug_info, dump_debug_info
 from deep_gemm.select import calibration
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, QuantizeSpec, Spec
+from deep_gemm.spec import GemmSpec, QuantizeSpec, Spec, to_json
 
 if TYPE_CHECKING:
     from deep_gemm.select.casts import Casting
@@ -165,7 +165,7 @@ def launches(spec: GemmSpec, device: int) -> tuple[GemmSpec, QuantizeSpec | None
 
         found = casts.casting(spec, archs.for_device(device), calibration_of(device))
         entry = {"device": device, **asdict(found)}
-        debug_record.add_casting((spec, device), lambda: {"spec": asdict(spec), **entry})
+        debug_record.add_casting((spec, device), lambda: {"spec": to_json(spec), **entry})
         if settings.print_configs:
             say(f"{spec}: {found.one_us:.2f} us in one launch, {found.two_us:.2f} us in two: {found.launches}")
         _castings[spec, device] = found
@@ -222,7 +222,7 @@ def _entry(
 ) -> dict[str, Any]:
     """What the debug record says about a plan, made when it is asked for: that takes 500 Python calls."""
     entry = {
-        "spec": asdict(spec),
+        "spec": to_json(spec),
         "device": device,
         "params": params.to_json(),
         "kernel": binary.name,

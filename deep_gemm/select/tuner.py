@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from ..arch import ArchSpec
 from ..jit.builder import default_builder
@@ -19,7 +19,7 @@ from ..jit.cache.disk import TUNED, DiskCache
 from ..jit.key import digest
 from ..jit.render_key import device_code
 from ..params import GemmConfig
-from ..spec import GemmSpec, Operand
+from ..spec import GemmSpec, to_json
 from .calibration import Calibration
 from .heuristic import Choice, candidates, legal, order, ranked_as
 
@@ -60,7 +60,7 @@ class Store:
         key = self._key(record.spec)
         self._own = {**self._own, key: record}
         if self._disk is not None:
-            body = {"format": FORMAT, "spec": asdict(record.spec), "times": dict(record.times)}
+            body = {"format": FORMAT, "spec": to_json(record.spec), "times": dict(record.times)}
             notes.put(self._disk, self._folders, key, json.dumps(body), replace=True)
 
     def times(self, spec: GemmSpec, *offered: Callable[[], list[GemmConfig]]) -> dict[GemmConfig, float]:
@@ -76,16 +76,14 @@ class Store:
         return {}
 
     def _key(self, spec: GemmSpec) -> str:
-        return digest(["deep_gemm tuned", FORMAT, self.device, asdict(spec)])
+        return digest(["deep_gemm tuned", FORMAT, self.device, to_json(spec)])
 
     def _decoded(self, key: str, text: str) -> Record | None:
         """The record in a text; None if it is not one of this version."""
         try:
             body = json.loads(text)
-            spec, times = dict(body["spec"]), body["times"]
-            spec |= {name: Operand(**spec[name]) for name in ("a", "b", "d")}
-            spec["block_multiple"] = tuple(spec["block_multiple"])
-            record = Record(GemmSpec(**spec), {str(name): float(us) for name, us in times.items()})
+            times = {str(name): float(us) for name, us in body["times"].items()}
+            record = Record(GemmSpec.from_json(body["spec"]), times)
             sound = record.times and all(0 < us < math.inf for us in record.times.values())
             return record if sound and body["format"] == FORMAT and self._key(record.spec) == key else None
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):

@@ -18,12 +18,12 @@ from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.custom.parameters import ELEMENTS, NUMBERS
 from deep_gemm.errors import CompileError
+from deep_gemm.expression import Expression
 from deep_gemm.jit import Builder, sass
-from deep_gemm.kernels.epilogues import Parts
-from deep_gemm.kernels.expressions import Expression
 from deep_gemm.kernels.families import GEMMS, HALF_GEMM
 from deep_gemm.kernels.ffma_bursts import code_sections
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 

@@ -151,7 +151,7 @@ def test_descriptors_stay_in_uniform_registers(built: Built, params: KernelParam
 
 def adds_no_residual(params: KernelParams) -> bool:
     """A residual's loads are in the loop of some kernels, and take registers of the banks of sums."""
-    return "residual" not in params.epilogue
+    return not params.epilogue.residual
 
 
 @each(filter(adds_no_residual, filter(takes_turns, GEMMS)))

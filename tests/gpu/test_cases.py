@@ -56,7 +56,7 @@ CASES = [
     for family in GEMMS
     if family.groupings == ("none",) and family not in FAMILIES
     for params in family.cases()
-    if not any(params.shape) and params.epilogue == "none"
+    if not any(params.shape) and not params.epilogue
 ]
 """Those with an epilogue are in test_epilogues_gpu.py."""
 Loaded = Callable[[KernelParams], Function]

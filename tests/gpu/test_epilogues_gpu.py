@@ -24,6 +24,7 @@ from deep_gemm.kernels.families import FP8_SCALED, GEMMS
 from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings
 from deep_gemm.params import KernelParams
+from deep_gemm.parts import parse
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -102,7 +103,7 @@ def steps(kind: str, added: str) -> Iterator[Callable[[], tuple[torch.Tensor, to
     def step(out: torch.dtype, m: int, n: int, k: int, activation: str) -> tuple[torch.Tensor, torch.Tensor, str]:
         _, dtype, scaling = OPERATIONS[kind]
         tensors, exact = product(dtype, m, n, k, scaling)
-        more, d = vectors("rows+bias:f32+residual", m, n, out), integers(m, n, seed=6).to(out)
+        more, d = vectors(parse("rows+bias:f32+residual"), m, n, out), integers(m, n, seed=6).to(out)
         c = {"": None, "c": integers(m, n, seed=7).to(out), "d": d}[added]
         finish = Finish(activation, 0.5, **more)
         wanted = finish(exact, (slice(None), slice(None)), None if c is None else c.clone())
@@ -147,7 +148,7 @@ def casts(activation: str | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
         deep_gemm.set_batch_invariant(False)
 
 
-@pytest.mark.parametrize("activation", [None, "silu", "gelu", "gelu_erf", "relu", "relu2"])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_fp8_bytes_are_the_cast_of_the_float32_result(activation: str | None) -> None:
     """Bit for bit: cold, warm and replayed."""
     for _ in range(3):
@@ -226,7 +227,7 @@ def before_a_graph(kind: str) -> tuple[Callable[[], None], dict[str, torch.Tenso
     """A call that was made once, its epilogue's tensors, the exact product, and d."""
     _, dtype, scaling = OPERATIONS[kind]
     tensors, exact = product(dtype, 64, 256, 512, scaling)
-    more, d = vectors("rows+bias:f32+residual", 64, 256, BF16), torch.empty(64, 256, device=DEVICE, dtype=BF16)
+    more, d = vectors(parse("rows+bias:f32+residual"), 64, 256, BF16), torch.empty(64, 256, device=DEVICE, dtype=BF16)
     made = functools.partial(call, kind, tensors, d, None, epilogue=Epilogue(activation="relu", **more))
     made()
     return made, more, exact, d

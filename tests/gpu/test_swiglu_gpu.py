@@ -17,10 +17,10 @@ import deep_gemm
 from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.epilogues import parse
 from deep_gemm.kernels.gated import FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
+from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine
 from deep_gemm.spec import SCALE_BLOCK, align
 from deep_gemm.testing import guarded
@@ -49,9 +49,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def factors(text: str, m: int, n: int) -> dict[str, torch.Tensor]:
+def factors(parts: Parts, m: int, n: int) -> dict[str, torch.Tensor]:
     """The tensors of an epilogue, without scales."""
-    parts = parse(text)
     found = {"row_factor": random(m, seed=3), "bias": random(n, seed=4).to(DTYPES.get(parts.bias, F32))}
     return {name: found[name] for name in parts.tensors if name in found}
 
@@ -97,7 +96,7 @@ def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
 @pytest.mark.parametrize("params", CASES, ids=entry)
 def test_every_config(params: KernelParams, binaries: Binaries) -> None:
     """Nothing outside of D and its scales is written."""
-    function, parts = load(params, binaries[params].result()), parse(params.epilogue)
+    function, parts = load(params, binaries[params].result()), params.epilogue
     dtype = E4M3 if params.output == "e4m3" else DTYPES[params.output]
     for m, columns, k, sms in SHAPES:
         (x, sfx), (y, sfy), exact = operands(m, columns, k)

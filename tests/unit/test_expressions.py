@@ -15,9 +15,9 @@ from test_epilogues import BF16, FP16, K, M, N, function, given, operands, rando
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.epilogues import Parts, parse
-from deep_gemm.kernels.expressions import VECTORS, Expression
+from deep_gemm.expression import Expression
 from deep_gemm.kernels.families import HALF_GEMM, HALF_GROUPED
+from deep_gemm.parts import VECTORS, Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Operand
 
@@ -118,7 +118,7 @@ def test_an_expression_gets_the_sum_its_place_and_vectors_there(kind: str) -> No
 def test_an_expression_is_part_of_the_key_and_its_vectors_are_operands(gpu: FakeGpu) -> None:
     """Another body, or another name of a vector, is another kernel."""
     x, y, d = torch.zeros(M, K, dtype=BF16), torch.zeros(N, K, dtype=BF16), torch.zeros(M, N, dtype=BF16)
-    texts, weight, scale = [], torch.zeros(M), torch.zeros(N)
+    found, weight, scale = [], torch.zeros(M), torch.zeros(N)
     for body, name, prepared in (
         ("return x + v + s;", "v", 1),
         ("  return x + v + s;\n", "v", 1),
@@ -130,9 +130,9 @@ def test_an_expression_is_part_of_the_key_and_its_vectors_are_operands(gpu: Fake
         launched = gpu.launched[-1]
         assert [launched.at[name] for name in VECTORS[:2]] == [weight.data_ptr(), scale.data_ptr()]
         assert gpu.prepared == prepared
-        texts.append(launched.spec.epilogue)
-    assert len(set(texts)) == 3
-    assert {parse(text).label for text in texts} == {"own"}
+        found.append(launched.spec.epilogue)
+    assert len(set(found)) == 3
+    assert {parts.label for parts in found} == {"own"}
 
 
 def test_k_may_be_0_for_an_expression_with_a_reference() -> None:
@@ -147,12 +147,10 @@ def test_groups_take_no_expression() -> None:
     epilogue, labels = Epilogue.custom("own", "return x;"), torch.zeros(128, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match=r"a GEMM grouped by M takes no Epilogue.custom"):
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, labels, epilogue=epilogue)
-    text = str(Parts(expression=Expression("own", "return x;")))
-    spec = GemmSpec(
-        64, 64, 64, *(Operand("bf16", "k"),) * 2, Operand("bf16", "mn"), 132, grouping="psum", epilogue=text
-    )
+    own = Parts(expression=Expression("own", "return x;"))
+    spec = GemmSpec(64, 64, 64, *(Operand("bf16", "k"),) * 2, Operand("bf16", "mn"), 132, grouping="psum", epilogue=own)
     assert HALF_GROUPED.refuses(spec) == "with groups it takes no expression of a user"
-    assert HALF_GROUPED.refuses(replace(spec, epilogue="relu")) is None
+    assert HALF_GROUPED.refuses(replace(spec, epilogue=Parts(activation="relu"))) is None
 
 
 @pytest.mark.parametrize("way", ["compile", "export"])

@@ -16,6 +16,7 @@ from deep_gemm import UnsupportedError, settings
 from deep_gemm.errors import InvalidInputError, SettingError
 from deep_gemm.ops import cublaslt
 from deep_gemm.ops.reference import half_gemm_reference
+from deep_gemm.parts import Parts
 from deep_gemm.runtime import fallback
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
 
@@ -177,7 +178,7 @@ def test_fp8_by_cublas_is_within_the_stated_error() -> None:
     names = ("a", "sfa", "b", "sfb", "d")
     cublaslt.fp8_by_cublaslt(
         SimpleNamespace(
-            tensors=dict(zip(names, (*a, eye, ones, d), strict=True)), scaling=("1x128", "128x128"), epilogue="none"
+            tensors=dict(zip(names, (*a, eye, ones, d), strict=True)), scaling=("1x128", "128x128"), epilogue=Parts()
         )
     )
     exact = deep_gemm.dequantise(*a, dtype=torch.float64)

@@ -21,6 +21,7 @@ from deep_gemm.kernels.epilogues import apart
 from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
 from deep_gemm.kernels.quantize import FEW_ROWS, SOME_ROWS
 from deep_gemm.ops.reference import ACTIVATIONS
+from deep_gemm.parts import parse
 from deep_gemm.runtime import engine
 from deep_gemm.select import calibration, casts, representative, representatives
 from deep_gemm.select.heuristic import least
@@ -167,7 +168,7 @@ def test_kernels_get_the_scales_as_an_operand(gpu: FakeGpu) -> None:
             deep_gemm.fp8_gemm_nt(a, b, (values, scales), epilogue=epilogue)
             launched = gpu.launched[-1]
             assert (launched.spec.n, launched.spec.d.dtype, launched.spec.d.scaling) == (N, "e4m3", "1x128")
-            assert launched.spec.epilogue == text
+            assert str(launched.spec.epilogue) == text
             assert (launched.strides["d"], launched.strides["sfd"]) == ((N + 16, 1), (1, M + 7))
             assert (launched.at["d"], launched.at["sfd"]) == (values.data_ptr(), scales.data_ptr())
 
@@ -235,7 +236,7 @@ def test_groups_and_other_outputs_have_one_launch(grouping: Any) -> None:
 def test_the_second_launch_is_that_of_quantize_rows(gpu: FakeGpu, text: str, plain: str, columns: int) -> None:
     both = apart(spec(64, 4096, text))
     assert both is not None
-    assert (both[0].epilogue, both[0].d.dtype, both[0].d.scaling) == (plain, "f32", "none")
+    assert (str(both[0].epilogue), both[0].d.dtype, both[0].d.scaling) == (plain, "f32", "none")
     quantize.rows(torch.zeros(64, columns), use_ue8m0="ue8m0" in text)
     assert both[1] == gpu.launched[-1].spec
 
@@ -259,7 +260,7 @@ def test_a_call_of_few_rows_is_a_product_and_a_cast(gpu: FakeGpu, op: str) -> No
         getattr(deep_gemm, op)(a, b, (values, scales), epilogue=epilogue)
         assert len(gpu.launched) == 2 * index + 2
         product, cast = gpu.launched[-2:]
-        assert (product.kernel, product.spec.d.dtype, product.spec.epilogue) == ("gemm", "f32", "rows+swiglu")
+        assert (product.kernel, product.spec.d.dtype, str(product.spec.epilogue)) == ("gemm", "f32", "rows+swiglu")
         assert (product.strides["d"], cast.strides["x"]) == ((n // 2, 1), (n // 2, 1))
         assert (cast.kernel, cast.spec.power_of_two, cast.spec.rows) == ("quantize", True, m)
         assert product.at["row_factor"] == row_factor.data_ptr()
@@ -290,13 +291,13 @@ def test_reports_say_which_way_was_taken(gpu: FakeGpu) -> None:
 def test_kernels_of_both_launches_are_compiled_ahead(gpu: FakeGpu, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every M, in both positions of the switch for batch invariance; and so are those of one launch above."""
     monkeypatch.setattr(options.current(), "measured_times", False)  # of the tests before, if these tuned
-    n, k, text = 3584, 5120, "bias:f32+swiglu+fp8"
+    n, k, parts = 3584, 5120, parse("bias:f32+swiglu+fp8")
     kinds = set()
     try:
         for value, m in itertools.product((False, True), (1, 17, 64, 145, 147, 1100)):
             deep_gemm.set_batch_invariant(value)
-            listed = build.kernels_of(GemmShape(representative(m), n, k, op=op, epilogue=text), SM90)
-            product, cast = engine.launches(build.spec_of(GemmShape(m, n, k, op=op, epilogue=text), SM90), 0)
+            listed = build.kernels_of(GemmShape(representative(m), n, k, op=op, epilogue=parts), SM90)
+            product, cast = engine.launches(build.spec_of(GemmShape(m, n, k, op=op, epilogue=parts), SM90), 0)
             called = {built.params_of(each, 0) for each in (product, cast) if each is not None}
             assert called <= set(listed)
             kinds |= {(cast is not None, value)} | {each.config for each in called if each.kernel == "quantize"}

@@ -247,7 +247,7 @@ def test_kernels_get_factors_and_scales_of_all_groups(gpu: FakeGpu) -> None:
             epilogue = Epilogue(bias, "swiglu", row_factor=each)
             deep_gemm.m_grouped_fp8_gemm_nt_masked(a, b, (values, scales), counts, 4, epilogue=epilogue)
             launched = gpu.launched[-1]
-            assert launched.spec.epilogue == "rows+bias:f32+swiglu+fp8"
+            assert str(launched.spec.epilogue) == "rows+bias:f32+swiglu+fp8"
             assert (launched.spec.grouping, launched.spec.d.dtype, launched.spec.n) == ("masked", "e4m3", N)
             found = [launched.strides[name] for name in ("sfd", "bias", "row_factor")]
             assert found == [strides, (0, 1), (1,)]

@@ -22,6 +22,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.kernels.rows import ROWS
+from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import RowsSpec
 
@@ -102,25 +103,25 @@ TEXT = "alpha+bias:bf16+gelu+residual"
 @pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt", "fp16_gemm_nt"])
 def test_dense_layers_are_compiled_with_an_epilogue_too(gpu: FakeGpu, op: str, epilogue: str | None) -> None:
     """Those that calls ask for, beside those without; experts have none."""
-    parts = {"bias": torch.zeros(256).bfloat16(), "alpha": 2.0}
-    own = Epilogue.custom("own", "return x + v;", columns={"v": torch.zeros(256)}, **parts)
-    given, text = (own, own.text) if epilogue == "custom" else (epilogue, TEXT)
+    some = {"bias": torch.zeros(256).bfloat16(), "alpha": 2.0}
+    own = Epilogue.custom("own", "return x + v;", columns={"v": torch.zeros(256)}, **some)
+    given, parts = (own, own.parts) if epilogue == "custom" else (epilogue, parse(TEXT))
     work = build.work_of(
         [{"n": 256, "k": 512, "m": 24, "op": op}, {"n": 256, "k": 512, "m": 128, "groups": 2}], epilogue=given
     )
     found = {shape for shapes in work.kernels.values() for shape in shapes}
     assert not work.impossible
-    assert {shape.epilogue for shape in found} == {"none"} | ({text} if epilogue else set())
-    assert all(shape.epilogue == "none" for shape in found if shape.groups > 1)  # a residual, or an expression
+    assert {shape.epilogue for shape in found} == {Parts()} | ({parts} if epilogue else set())
+    assert not any(shape.epilogue for shape in found if shape.groups > 1)  # a residual, or an expression
     if epilogue is None:
         return
     out = torch.float16 if op == "fp16_gemm_nt" else torch.bfloat16
     a, b, d = (torch.zeros(*size).to(out) for size in ((24, 512), (256, 512), (24, 256)))
     pairs = (deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False))
-    called = Epilogue(activation="gelu", residual=d, **parts) if epilogue != "custom" else own
+    called = Epilogue(activation="gelu", residual=d, **some) if epilogue != "custom" else own
     getattr(deep_gemm, op)(*(pairs if op == "fp8_gemm_nt" else (a, b)), d, epilogue=called)
     asked = gpu.launched[-1].spec
-    (shape,) = (shape for shape in found if shape.epilogue == text)
+    (shape,) = (shape for shape in found if shape.epilogue == parts)
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
 
 
@@ -147,7 +148,7 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
     d = (d.to(torch.float8_e4m3fn), torch.zeros(256, columns // 128)) if "fp8" in text else d
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, y, d, torch.zeros(256, dtype=torch.int32), epilogue=Epilogue(**parts))
     asked = gpu.launched[-1].spec
-    found = {shape for shapes in work.kernels.values() for shape in shapes if shape.epilogue != "none"}
+    found = {shape for shapes in work.kernels.values() for shape in shapes if shape.epilogue}
     (shape,) = (shape for shape in found if shape.op == "m_grouped_fp8_gemm_nt_contiguous")
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
     assert any(shape.op == "fp8_gemm_nt" for shape in found)
@@ -155,7 +156,7 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
 
 def test_scales_of_powers_of_two_are_those_of_a_d_of_fp8() -> None:
     work = build.work_of(["64x512x256"], epilogue=Epilogue(activation="swiglu", use_ue8m0=True))
-    found = {shape.epilogue for shapes in work.kernels.values() for shape in shapes}
+    found = {str(shape.epilogue) for shapes in work.kernels.values() for shape in shapes}
     assert found == {"none", "swiglu+fp8:ue8m0"}
 
 

@@ -16,10 +16,10 @@ import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
 from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Map
-from deep_gemm.kernels.epilogues import Parts, parse
 from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.ops.cast_reference import cast_blocks
+from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
 
 __all__ = ["gpu"]
@@ -329,7 +329,7 @@ def test_kernels_get_the_scales_as_an_operand(gpu: FakeGpu) -> None:
         deep_gemm.fp8_gemm_nt(a, b, (values, scales), epilogue=Epilogue(activation="swiglu", clamp=7.0))
         launched = gpu.launched[-1]
         assert (launched.spec.n, launched.spec.d.dtype, launched.spec.d.scaling) == (2 * INNER, "e4m3", "1x128")
-        assert launched.spec.epilogue == "swiglu+clamp:7.0+fp8"
+        assert str(launched.spec.epilogue) == "swiglu+clamp:7.0+fp8"
         assert (launched.strides["d"], launched.strides["sfd"]) == ((INNER + 16, 1), (1, M + 7))
         assert (launched.at["d"], launched.at["sfd"]) == (values.data_ptr(), scales.data_ptr())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import tuner
 from deep_gemm.select.calibration import default
-from deep_gemm.spec import GemmSpec
+from deep_gemm.spec import GemmSpec, to_json
 
 DEVICE = "NVIDIA H200"
 SPEC = ops.spec(24, 7168, 2048, 132)
@@ -145,7 +145,7 @@ def test_every_damaged_file_is_passed_by_and_replaced(cache_dir: Path) -> None:
 
 def body_of(**changes: Any) -> dict[str, Any]:
     times = {tuner.label(config): 9.0 - index for index, config in enumerate(modelled()[:3])}
-    return {"format": tuner.FORMAT, "spec": asdict(SPEC), "times": times} | changes
+    return {"format": tuner.FORMAT, "spec": to_json(SPEC), "times": times} | changes
 
 
 @pytest.mark.parametrize(
@@ -162,14 +162,14 @@ def body_of(**changes: Any) -> dict[str, Any]:
             body_of(spec=[]),
         ),
         *(body_of(times={tuner.label(modelled()[1]): us}) for us in (0.0, -1.0, float("nan"), float("inf"), "x", None)),
-        body_of(spec=asdict(SPEC) | {"colour": "blue"}),
-        body_of(spec={name: value for name, value in asdict(SPEC).items() if name != "m"}),
-        body_of(spec=asdict(SPEC) | {"a": "e4m3"}),
-        body_of(spec=asdict(replace(SPEC, n=64))),
-        body_of(spec=asdict(SPEC) | {"block_multiple": 1}),
+        body_of(spec=to_json(SPEC) | {"colour": "blue"}),
+        body_of(spec={name: value for name, value in to_json(SPEC).items() if name != "m"}),
+        body_of(spec=to_json(SPEC) | {"a": "e4m3"}),
+        body_of(spec=to_json(replace(SPEC, n=64))),
+        body_of(spec=to_json(SPEC) | {"block_multiple": 1}),
         body_of(times={tuner.label(modelled()[1]): 10**400}),
         *(
-            body_of(spec=asdict(SPEC) | {size: x})
+            body_of(spec=to_json(SPEC) | {size: x})
             for size in ("m", "expected_m")
             for x in ("x", 10**400, 1.5, -1, None)
         ),

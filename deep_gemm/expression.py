@@ -5,17 +5,10 @@ from __future__ import annotations
 import re
 import textwrap
 
-from ..errors import InvalidInputError
-from ..records import record
-from .base import Argument
+from .errors import InvalidInputError
 from .names import SURE_MISTAKES, is_name
-
-MAX_VECTORS = 4
-"""Vectors that an expression can have: each takes registers of consumers."""
-VECTORS = tuple(f"vector_{index}" for index in range(MAX_VECTORS))
-"""The operands of a call that are an expression's vectors, those of rows first."""
-MARK = "custom:"
-"""What stands before the text of an expression."""
+from .parts import MARK, MAX_VECTORS, VECTORS
+from .records import record
 
 _STRUCT = """struct Custom {{
   enum : u32 {{ kRows = {rows}, kColumns = {columns} }};  // vectors
@@ -70,13 +63,6 @@ class Expression:
         """What messages call each operand of `VECTORS` that there is."""
         found = [f"rows[{name!r}]" for name in self.rows] + [f"columns[{name!r}]" for name in self.columns]
         return dict(zip(VECTORS, found, strict=False))
-
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        """The kernel's parameters."""
-        return tuple(
-            Argument(name, "const float*", field=f"vectors[{index}]") for index, name in enumerate(self.labels)
-        )
 
     @property
     def device_code(self) -> str:
