@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,6 +45,20 @@ def of_rank(name: str, tensor: Tensor, wanted: int) -> str:
     if name in ("c", "d") and wanted == 2:
         return f" Pass {name}.view(-1, {tensor.shape[-1]})."  # flatten() may copy
     return f" Pass {code}.flatten(0, {-2 if wanted == 2 else more})."
+
+
+def of_flat(name: str, tensor: Tensor, letters: str, sizes: Mapping[str, int]) -> str:
+    """For a tensor in which two neighbours of the dimensions ``letters`` are one. ``sizes`` are known ones."""
+    for at, (first, second) in enumerate(itertools.pairwise(letters)):
+        rest = zip(letters[:at] + letters[at + 2 :], (*tensor.shape[:at], *tensor.shape[at + 1 :]), strict=True)
+        if any(sizes.get(letter, size) != size for letter, size in rest):
+            continue
+        outer, inner, both = sizes.get(first, 0), sizes.get(second, 0), tensor.shape[at]
+        if outer > 1 and both % outer == 0 and inner in (0, both // outer):
+            return f" Pass {_code(name)}.unflatten({at}, ({outer}, -1))."
+        if not outer and inner and both > inner and both % inner == 0:
+            return f" Pass {_code(name)}.unflatten({at}, (-1, {inner}))."
+    return ""
 
 
 def of_shape(name: str, tensor: Tensor, wanted: tuple[int, ...]) -> str:

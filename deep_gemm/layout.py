@@ -14,6 +14,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import checks
+from deep_gemm.ops.cast_reference import pack_exponents
 from deep_gemm.ops.layouts import TMA_BYTES
 from deep_gemm.ops.scales import check_granularities
 from deep_gemm.ops.transpose_scales import transpose_scales
@@ -141,9 +142,7 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
     """
     _check_scales(sf)
     mn, columns = sf.shape[-2:]
-    exponents = (sf.view(torch.int32) >> 23).to(torch.uint8)  # the sign is 0
-    padded = torch.nn.functional.pad(exponents, (0, -columns % 4))
-    packed = padded.clone(memory_format=torch.contiguous_format).view(torch.int32)
+    packed = pack_exponents(torch.nn.functional.pad(sf, (0, -columns % 4)))
     out = torch.zeros((*packed.shape[:-2], packed.shape[-1], align(mn, 4)), dtype=torch.int32, device=sf.device)
     out[..., :mn] = packed.mT
     return out.mT[..., :mn, :]

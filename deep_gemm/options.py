@@ -152,14 +152,14 @@ def ignore_compile_dims() -> bool:
     return _options.ignore_compile_dims
 
 
-def set_block_size_multiple_of(multiple: int | tuple[int, int]) -> None:
-    """Only choose tiles whose block_m and block_n are multiples of ``multiple``: one number for both, or a pair.
+def set_block_size_multiple_of(value: int | tuple[int, int]) -> None:
+    """Only choose tiles whose block_m and block_n are multiples of ``value``: one number for both, or a pair.
 
     >>> deep_gemm.set_block_size_multiple_of((1, 1))
     """
-    pair = multiple if isinstance(multiple, (tuple, list)) else (multiple, multiple)
+    pair = value if isinstance(value, (tuple, list)) else (value, value)
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in pair):
-        raise InvalidInputError(f"multiple must be a positive integer or a pair of them, not {multiple!r}.")
+        raise InvalidInputError(f"value must be a positive integer or a pair of them, not {value!r}.")
     _options.block_multiple = (pair[0], pair[1])
     _changed()
 

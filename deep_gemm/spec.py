@@ -34,8 +34,8 @@ def ceil_div(x: int, y: int) -> int:
     7
     """
     try:
-        return -(-x // y)
-    except (ZeroDivisionError, TypeError):
+        return -(-_plain(x) // _plain(y))
+    except (ZeroDivisionError, TypeError, ValueError):
         raise InvalidInputError(f"x and y must be numbers, and y not 0, but they are {x!r} and {y!r}.") from None
 
 
@@ -45,7 +45,14 @@ def align(x: int, y: int) -> int:
     >>> deep_gemm.align(100, 16)
     112
     """
-    return ceil_div(x, y) * y
+    return ceil_div(x, y) * _plain(y)
+
+
+def _plain(x: int) -> int:
+    """A number of numpy as one of Python, which has as many bits as it needs."""
+    if type(x).__module__ == "numpy":
+        x = x.item()  # type: ignore[attr-defined]
+    return x
 
 
 @record(frozen=True)

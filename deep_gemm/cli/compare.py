@@ -75,14 +75,14 @@ def command(
         from deep_gemm.backends import deepgemm as theirs
 
         theirs.use(theirs.load(deepgemm))
-    if op is None:
-        overview(out)
-        return
-    ops = list(registry.operation_names()) if op == "all" else [name for name in op.split(",") if name]
+    ops = list(registry.operation_names()) if op in (None, "all") else [name for name in str(op).split(",") if name]
     names = [name for name in backends.split(",") if name]
     for what, given in (("OP", ops), ("--backends", names)):
         if not given:
             raise click.UsageError(f"{what} has only commas: there is nothing to compare")
+    if op is None:
+        overview(out)
+        return
     sizes = {name: len(registry.get_operation(name).dims) for name in ops}
     for dims in shapes if len(ops) > 1 else ():
         if len(dims) not in sizes.values():

@@ -13,6 +13,7 @@ from deep_gemm.nn import casts
 from deep_gemm.nn.products import GroupedFP8Product, grouped_product
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import FP8Weights, Options
+from deep_gemm.ops.checks import MAX_SIZE, check_index
 from deep_gemm.quantize import rows
 from deep_gemm.tensors import kind_of
 
@@ -44,6 +45,7 @@ class FP8GroupedLinear(FP8Weights):
         out_features: int,
         **options: Unpack[Options],
     ) -> None:
+        check_index("num_groups", num_groups, 0, MAX_SIZE, "a whole number from 0")
         super().__init__((num_groups, out_features, in_features), **options)
         self.num_groups = num_groups
         if self.mode == "training":

@@ -15,7 +15,8 @@ from deep_gemm.nn import casts
 from deep_gemm.nn.grouped import FP8GroupedLinear
 from deep_gemm.nn.products import grouped_gradient, grouped_product
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import Options
+from deep_gemm.nn.weights import Options, refuse_unknown
+from deep_gemm.ops.checks import MAX_SIZE, check_index
 from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
@@ -98,6 +99,9 @@ class MoE(nn.Module):
     """
 
     def __init__(self, width: int, hidden: int, experts: int, top_k: int, **options: Unpack[Options]) -> None:
+        refuse_unknown(type(self), options)
+        for name, size in (("width", width), ("hidden", hidden), ("experts", experts), ("top_k", top_k)):
+            check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
         if not 1 <= top_k <= experts:
             raise InvalidInputError(f"top_k must be from 1 to {experts}, the number of experts, but it is {top_k}.")
         super().__init__()

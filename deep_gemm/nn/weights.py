@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 import torch
@@ -62,6 +62,14 @@ class Options(TypedDict, total=False):
     dtype: torch.dtype | None
 
 
+def refuse_unknown(layer: type, options: Iterable[str]) -> None:
+    """Refuse keywords that no FP8 layer has, as Python does, under the name of the layer that was called."""
+    for name in options:
+        if name not in Options.__annotations__:
+            known = ", ".join(Options.__annotations__)
+            raise TypeError(f"{layer.__name__} has no argument {name!r}. Its options are {known}.")
+
+
 class FP8Weights(Divisible):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
@@ -71,6 +79,7 @@ class FP8Weights(Divisible):
     def __init__(
         self,
         shape: tuple[int, ...],
+        /,
         *,
         mode: Mode = "training",
         weight_gradient: WeightGradient = "1x128",
@@ -78,7 +87,9 @@ class FP8Weights(Divisible):
         fuse_wgrad_accumulation: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self), unknown)
         dtype = dtype or torch.get_default_dtype()
         for name, value, words in (
             ("mode", mode, Mode),

@@ -60,6 +60,8 @@ class Batched(Gemm):
         called = self.called(form)
         if self.is_scaled:
             scales.check_blocks(asked, given, "batches of products")
+        axes = self.axes(form)
+        checks.check_flat({**axes, "the scales of b": f"{axes['b'][0]}xy"}, named)
         device = checks.check_tensors(called, named, {}, (3,))
         _check_shapes({name: named[name] for name in "abd"}, form)
         _check_dtypes(self, named, called)
@@ -128,6 +130,7 @@ class Summed(Gemm):
         """None for fake tensors, of which only types and shapes are checked, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)
         dims, named = checks.check_compiled_dims(given["compiled_dims"]), self.named(given)
+        checks.check_flat(self.axes(None), named)
         device = checks.check_tensors(f"einsum {SUM}", named, {"c": (2,), "d": (2,)}, (3,))
         _check_shapes({name: x for name, x in named.items() if name != "c"}, SUM)
         _check_dtypes(self, named, f"einsum {SUM}")

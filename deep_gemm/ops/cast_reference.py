@@ -167,7 +167,14 @@ def pack_ue8m0_to_int(x: Tensor) -> Tensor:
     check_tensor("x", x, by_torch=True)
     if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
         raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")
-    exponents = (x.view(torch.int32) >> 23).to(torch.uint8)
+    return pack_exponents(x)
+
+
+def pack_exponents(x: Tensor) -> Tensor:
+    """`pack_ue8m0_to_int` of float32 with a multiple of four columns, on any device."""
+    if not x.numel():  # a view may not have its strides
+        return x.new_empty((*x.shape[:-1], x.shape[-1] // 4), dtype=torch.int32)
+    exponents = (x.view(torch.int32) >> 23).to(torch.uint8)  # the sign is 0
     return exponents.clone(memory_format=torch.contiguous_format).view(torch.int32)
 
 

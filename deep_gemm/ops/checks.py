@@ -130,6 +130,23 @@ def check_tensors(
     return device
 
 
+def check_flat(axes: Mapping[str, str], named: Mapping[str, Any]) -> None:
+    """Refuse an operand that has two of its dimensions, letters in ``axes``, as one, if the others say how to divide
+    it."""
+    plain = {name: x for name, x in named.items() if type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested}
+    flat = {name: x for name, x in plain.items() if x.dim() == len(axes.get(name, "")) - 1}
+    if flat:
+        from .. import advice
+
+        whole = [(axes[name], x.shape) for name, x in plain.items() if x.dim() == len(axes.get(name, ""))]
+        sizes = {letter: size for letters, shape in whole for letter, size in zip(letters, shape, strict=True)}
+        for name, x in flat.items():
+            if instead := advice.of_flat(name, x, axes[name], sizes):
+                raise InvalidInputError(
+                    f"{name} must have {x.dim() + 1} dimensions, but it has {x.dim()}: {shape_of(x)}.{instead}"
+                )
+
+
 def check_devices(named: Mapping[str, Tensor]) -> torch.device:
     devices = {tensor.device for tensor in named.values()}
     if len(devices) > 1:

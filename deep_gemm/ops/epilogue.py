@@ -92,12 +92,14 @@ class Epilogue:
 
     def __post_init__(self) -> None:
         own = self.activation if isinstance(self.activation, CustomActivation) else None
-        if own is None and self.activation is not None and self.activation not in self.ACTIVATIONS:
+        is_known = isinstance(self.activation, str) and self.activation in self.ACTIVATIONS
+        if own is None and self.activation is not None and not is_known:
             known = ", ".join(map(repr, self.ACTIVATIONS))
             raise InvalidInputError(
                 f"the activation of an epilogue must be None or one of {known}, but it is {shown(self.activation)}."
             )
-        if self.activation == SWIGLU or (self.clamp, self.use_ue8m0, self.interleaved) != (None, False, False):
+        plain = self.clamp is None and self.use_ue8m0 is False and self.interleaved is False
+        if not plain or (is_known and self.activation == SWIGLU):
             self._check_gate()
         rows = self.row_factor
         if isinstance(self.alpha, Tensor):
@@ -106,6 +108,7 @@ class Epilogue:
                 raise UnsupportedError(
                     "alpha as a tensor and row_factor cannot be combined. Pass row_factor=alpha * row_factor."
                 )
+            check_tensor("alpha", self.alpha)
             if self.alpha.numel() != 1 or self.alpha.dtype != torch.float32:
                 raise InvalidInputError(
                     "alpha must be a number or a float32 tensor of one element, but it is "

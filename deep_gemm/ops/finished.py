@@ -56,7 +56,7 @@ def records(product: str, given: Mapping[str, Any]) -> bool:
 
 def _flat(value: Any) -> tuple[Any, ...]:
     """A pair of values and scales is two arguments of an operator; a recipe is one."""
-    return tuple(value) if isinstance(value, (tuple, list)) and isinstance(value[0], Tensor) else (value,)
+    return tuple(value) if isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor) else (value,)
 
 
 @functools.cache

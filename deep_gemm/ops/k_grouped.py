@@ -83,6 +83,7 @@ class KGrouped(Gemm):
             )
         scaling = check_recipe(given["recipe"]) if self.is_scaled else PLAIN
         inputs = (1, 2) if self.is_scaled and not self.is_padded else (2,)
+        checks.check_flat(self.axes(None), named)
         device = checks.check_tensors(self.name, named, {LAYOUT: (1,), "c": (3,), "d": (3,)}, inputs)
         checks.check_int32(LAYOUT, named[LAYOUT])
         self._check_outputs(named)

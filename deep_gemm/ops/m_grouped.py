@@ -92,6 +92,8 @@ class MGrouped(Gemm):
         rank = 3 if self.is_masked else 2
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
         ranks |= by_part((1, rank - 1), (2,), (rank,))
+        axes = self.axes(form)
+        checks.check_flat({name: axes[name] for name in "abd"}, named)
         device = checks.check_tensors(self.called(form), named, ranks, (rank,), ("d", SCALES_OF_D))
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}

@@ -87,14 +87,14 @@ class Finish:
         """In float32: ``activation(alpha * row_factor * product + c + bias) + residual``. ``c`` is that part of C. With
         SwiGLU row_factor is a factor of the result."""
         rows, columns = where
-        factor = torch.tensor(self.alpha, dtype=torch.float32)
+        factor = torch.tensor(self.alpha, dtype=torch.float32, device=product.device)
         each = None
         if self.row_factor is not None:
             each = self.row_factor if self.row_factor.numel() == 1 else self.row_factor[rows]
             each = each.reshape(-1, 1)
         if each is not None and self.activation != SWIGLU:
             factor = each * factor
-        x = product.float() * factor.to(product.device)
+        x = product.float() * factor
         x = x if c is None else x + c
         x = x if self.bias is None else x + self.bias[columns]
         if self.activation == SWIGLU:
@@ -152,16 +152,18 @@ def fp8_gemm_reference(
     of `fp8_gemm_nt`; c (M, N) may be d."""
     with plain_arithmetic(a.device):
         blocks = _product_blocks(a, sfa, b, sfb, torch.float64, scaling)
-        for rows, columns, block in _as_needed(blocks, (a.shape[0], b.shape[0]), finish):
+        for rows, columns, block in _as_needed(blocks, (a.shape[0], b.shape[0]), d.device, finish):
             _write(d, (rows, columns), block, c, finish)
 
 
-def _as_needed(blocks: Iterator[Block], shape: tuple[int, int], finish: Finish | None) -> Iterator[Block]:
+def _as_needed(
+    blocks: Iterator[Block], shape: tuple[int, int], device: torch.device, finish: Finish | None
+) -> Iterator[Block]:
     """The blocks of a product of this shape, or all of it in float32 if its `Finish` needs whole rows."""
     if finish is None or not finish.needs_rows:
         yield from blocks
         return
-    whole = torch.empty(shape, dtype=torch.float32)
+    whole = torch.empty(shape, dtype=torch.float32, device=device)
     for rows, columns, block in blocks:
         whole[rows, columns] = block
     yield slice(None), slice(None), whole
@@ -203,7 +205,7 @@ def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None
                 yield slice(m0, m0 + step_m), slice(n0, n0 + step_n), a[m0 : m0 + step_m].double() @ b_t
 
     with plain_arithmetic(a.device):
-        for rows, columns, block in _as_needed(blocks(), (m, n), finish):
+        for rows, columns, block in _as_needed(blocks(), (m, n), d.device, finish):
             _write(d, (rows, columns), block, c, finish)
 
 

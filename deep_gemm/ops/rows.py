@@ -150,7 +150,8 @@ class RowFunction(Operation):
             number = given.get(name, 0.0)
             if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 <= number <= most:
                 raise InvalidInputError(f"{name} must be {known}, but it is {checks.shown(number)}.")
-        return form, float(given.get("eps", given.get("limit", 0.0)))
+        number = given.get("eps", given.get("limit", 0.0))
+        return form, math.inf if number > torch.finfo(torch.float64).max else float(number)
 
     def _check_shapes(self, named: Mapping[str, Tensor]) -> tuple[int, int]:
         """Check dtypes and shapes. Returns those of the result."""

@@ -144,7 +144,7 @@ def _callbacks_work() -> bool:
     reference to it exists (torch.multiprocessing keeps one). Before torch 2.10 it did not, although the memory was
     freed."""
     told: list[object] = []
-    tensor = torch.empty(1)
+    tensor = torch.empty(1, device="cpu")
     storage = tensor.untyped_storage()
     watch = weakref.ref(storage, told.append)
     other = StorageWeakRef(storage)

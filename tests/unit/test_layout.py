@@ -183,7 +183,7 @@ def test_the_alignment_of_groups_can_be_set_and_restored() -> None:
 
 
 @pytest.mark.parametrize("groups", [None, 3])
-@pytest.mark.parametrize(("mn", "columns"), [(1, 1), (5, 4), (130, 7), (64, 56)])
+@pytest.mark.parametrize(("mn", "columns"), [(1, 1), (5, 4), (130, 7), (64, 56), (3, 0)])
 def test_exponents_are_packed_four_in_a_word(mn: int, columns: int, groups: int | None) -> None:
     shape = (mn, columns) if groups is None else (groups, mn, columns)
     powers = torch.randint(-20, 20, shape)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import deep_gemm
-from deep_gemm import InvalidInputError, dequantise
+from deep_gemm import Epilogue, InvalidInputError, dequantise, fused, nn
 from deep_gemm.settings import settings
 
 FP8 = torch.float8_e4m3fn
@@ -162,8 +162,34 @@ FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
     "align": (lambda: deep_gemm.align(1, 0), "y not 0, but they are 1 and 0"),
     "align a text": (lambda: deep_gemm.align("1", 2), "must be numbers"),
     "ceil_div": (lambda: deep_gemm.ceil_div(1, 0), "y not 0, but they are 1 and 0"),
+    "use_ue8m0 a tensor": (lambda: Epilogue(use_ue8m0=MANY), "use_ue8m0 must be True or False, but it is a torch"),
+    "interleaved an array": (lambda: Epilogue(interleaved=MANY.numpy()), "interleaved must be True or False"),
+    "activation an array": (lambda: Epilogue(activation=MANY.numpy()), "the activation of an epilogue must be None or"),
+    "alpha sparse": (lambda: Epilogue(alpha=torch.ones(1).to_sparse()), "alpha has the layout torch.sparse_coo"),
+    "d a pair of nothing": (
+        lambda: deep_gemm.fp8_gemm_nt(*PAIR, ((), SF[:, :1]), epilogue=Epilogue()),
+        "d must be a torch.Tensor, but it is of type tuple",
+    ),
+    "no input features": (lambda: nn.BF16Linear(0, 16), "in_features must be a whole number from 1, but it is 0"),
+    "negative input features": (
+        lambda: nn.BF16Linear(-1, 16),
+        "in_features must be a whole number from 1, but it is -1",
+    ),
+    "output features a float": (lambda: nn.BF16Linear(16, 1.5), "out_features must be a whole number from 1, .* 1.5"),
+    "features a text": (lambda: nn.FP8Linear("x", 16), "in_features must be a multiple of 16, but it is 'x'"),
+    "groups a text": (lambda: nn.FP8GroupedLinear("x", 16, 16), "num_groups must be a whole number from 0, .* 'x'"),
+    "negative width": (lambda: nn.MoE(-16, 16, 2, 1), "width must be a whole number from 1, .* -16"),
+    "top_k a text": (lambda: nn.MoE(16, 16, 2, "1"), "top_k must be a whole number from 1, .* '1'"),
+    "no routing": (
+        lambda: nn.FP8GroupedLinear(2, 256, 16)(HALF[0], None),
+        "routing must be a deep_gemm.nn.Routing, but it is of type NoneType",
+    ),
+    "float32 tokens": (
+        lambda: nn.MoE(256, 16, 2, 1)(torch.ones(4, 256)),
+        r"x must be a torch.bfloat16 tensor \(..., 256\), .* Call .bfloat16\(\) on it",
+    ),
     "element_size": (lambda: deep_gemm.get_tma_aligned_size(4, MANY), "element_size must be 1, 2, 4, 8 or 16"),
-    "block size": (lambda: deep_gemm.set_block_size_multiple_of(None), "multiple must be a positive integer"),
+    "block size": (lambda: deep_gemm.set_block_size_multiple_of(None), "value must be a positive integer"),
     "debug path": (lambda: deep_gemm.dump_debug_info("a\0b"), "path must be the path of a file"),
     "debug number": (lambda: deep_gemm.dump_debug_info(5), "path must be the path of a file"),
     "compare None": (lambda: deep_gemm.backends.compare("bf16_gemm_nt", None), "shapes is a list .* it is None"),
@@ -196,9 +222,45 @@ def test_a_wrong_argument_ends_in_one_sentence(name: str) -> None:
 def test_sizes_may_be_numbers_of_numpy() -> None:
     numpy = pytest.importorskip("numpy")
     k_grouped([numpy.int64(128), numpy.int32(128)])
+    assert deep_gemm.align(numpy.int64(5), 10**30) == 10**30
+    assert deep_gemm.align(numpy.uint8(250), numpy.uint8(100)) == 300  # more than its own type holds
+    assert deep_gemm.ceil_div(numpy.int32(7), 10**30) == 1
     sf = torch.ones(4, 8)
     wanted = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [256, 256], 128)
     found = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [numpy.int64(256)] * 2, 128)
+    assert torch.equal(found, wanted)
+
+
+def test_a_limit_past_every_float_is_none() -> None:
+    x = torch.randn(4, 32).bfloat16()
+    assert torch.equal(fused.silu_and_mul(x, limit=10**400), fused.silu_and_mul(x))
+
+
+@pytest.mark.parametrize("layer", [nn.FP8Linear, nn.FP8GroupedLinear, nn.MoE])
+@pytest.mark.parametrize("name", ["activation", "shape"])
+def test_an_unknown_option_is_one_of_the_layer_that_was_called(layer: type, name: str) -> None:
+    sizes = {nn.FP8Linear: (16, 16), nn.FP8GroupedLinear: (2, 16, 16), nn.MoE: (16, 16, 2, 1)}[layer]
+    with pytest.raises(TypeError, match=f"^{layer.__name__} has no argument '{name}'. Its options are mode, "):
+        layer(*sizes, **{name: 1})
+
+
+OWN = Epilogue.custom("own", "return x + row + column;", reference=lambda x, row, column: x + row + column)
+
+
+@pytest.mark.parametrize("k", [0, 256])
+@pytest.mark.parametrize(
+    "epilogue", [None, Epilogue(alpha=0.5, bias=torch.ones(8)), Epilogue(activation="swiglu"), OWN], ids=str
+)
+def test_a_default_device_is_not_that_of_a_call(epilogue: Epilogue | None, k: int) -> None:
+    gate = epilogue is not None and epilogue.activation == "swiglu"
+    found, wanted = (torch.zeros(4, 4 if gate else 8, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (x[:, :k] for x in HALF[:2])
+    deep_gemm.bf16_gemm_nt(a, b, wanted, epilogue=epilogue)
+    torch.set_default_device("meta")
+    try:
+        deep_gemm.bf16_gemm_nt(a, b, found, epilogue=epilogue)
+    finally:
+        torch.set_default_device(None)
     assert torch.equal(found, wanted)
 
 

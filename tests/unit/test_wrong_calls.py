@@ -66,6 +66,13 @@ def einsum(**changes: Any) -> Callable[[], object]:
     return lambda: deep_gemm.einsum(**{"expr": "bhr,hdr->bhd", **right, **changes})
 
 
+def heads(**changes: Any) -> Callable[[], object]:
+    """FP8 of two heads, as DeepSeek-V4's output projection."""
+    x, wo_a = torch.ones(M, 2, K).to(torch.float8_e4m3fn), torch.ones(2, N, K).to(torch.float8_e4m3fn)
+    b = changes.get("wo_a", wo_a), changes.get("scales", torch.ones(2, N // 128, K // 128))
+    return lambda: deep_gemm.fp8_einsum("bhr,hdr->bhd", (x, torch.ones(M, 2, K // 128)), b, bf16(M, 2, N))
+
+
 def ends(rows: int) -> torch.Tensor:
     return torch.full((rows,), 8, dtype=I32)
 
@@ -243,6 +250,13 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         einsum(a=bf16(3, M, K)),
         "They agree with a.transpose(0, 1): pass that.",
     ),
+    "flat b, einsum": (einsum(b=bf16(3 * N, K)), "Pass b.unflatten(0, (3, -1))."),
+    "flat d, einsum": (einsum(d=bf16(M, 3 * N)), "Pass d.unflatten(1, (3, -1))."),
+    "flat a, batch": (batch(a=bf16(2 * M, K)), "Pass a.unflatten(0, (2, -1))."),
+    "flat wo_a": (heads(wo_a=by_block(2 * N, K)[0]), "Pass b.unflatten(0, (2, -1))."),
+    "flat scales of wo_a": (heads(scales=torch.ones(2 * N // 128, K // 128)), "Pass it.unflatten(0, (2, -1))."),
+    "flat experts": (grouped(b=bf16(2 * N, K)), f"Pass b.unflatten(0, (-1, {N}))."),
+    "flat rows, masked": (masked(a=bf16(2 * 64, K)), "Pass a.unflatten(0, (2, -1))."),
     "a number for scales of a batch": (
         lambda: deep_gemm.fp8_bmm((E4M3, 0.5), (E4M3, torch.ones(M, 1, 1)), bf16(M, 32, 32)),
         "The casts of deep_gemm.quantize return values and scales.",
