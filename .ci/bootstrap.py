@@ -24,7 +24,7 @@ BASE = {
     "torch>=2.7": ("torch",),
     "cuda-python>=12.9,<14": ("cuda.bindings.driver",),
     "nvidia-cuda-nvrtc-cu12>=12.3": ("file:nvidia/*/lib/libnvrtc.so.*",),
-    "jinja2>=3.1": ("jinja2",),
+    "jinja2>=3.1.6": ("jinja2",),
     "platformdirs>=4": ("platformdirs",),
 }
 TEST = {

@@ -138,7 +138,13 @@ def test_fields_of_text_are_filled_in_once() -> None:
         filled("/*{ rows }*/", {"rows": 1.5}, "k")  # type: ignore[dict-item]
 
 
-@pytest.mark.parametrize("payload", [*PAYLOADS[:3], "range(2 ** 40)|list", "1 // 0", "name + 1", "cycler.x()"])
+FORMATTED = """('{0.__class__.__init__.__globals__}'|attr('format'))(cycler)"""
+"""What escaped the sandbox of Jinja before 3.1.6."""
+
+
+@pytest.mark.parametrize(
+    "payload", [*PAYLOADS[:3], FORMATTED, "range(2 ** 40)|list", "1 // 0", "name + 1", "cycler.x()"]
+)
 def test_a_template_reaches_no_python(payload: str, tmp_path: Path) -> None:
     text = "/*{ " + payload.replace("{0}", str(tmp_path / "made")) + " }*/"
     (tmp_path / "k.cu.jinja").write_text(text)
