@@ -10,20 +10,23 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from deep_gemm.aot.checkpoint import OTHER_LAYERS
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.log import counted
-from deep_gemm.nn.linear import FP8Linear, why_not_options
+from deep_gemm.nn.linear import BF16Linear, FP8Linear, why_not_options
+from deep_gemm.nn.roles import Roles
 from deep_gemm.nn.weights import why_not
 from deep_gemm.tensors import kind_of
 
 Filter: TypeAlias = Callable[[str, nn.Module], bool]
+Decide: TypeAlias = Callable[[str, nn.Module], str]
+"""Why a layer is kept, by its name, as the end of a sentence; "" if it is not."""
+Place: TypeAlias = tuple[str, nn.Module | None, str, nn.Module]
 Owners: TypeAlias = dict[int, list[tuple[str, nn.Module]]]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert` did. ``print(report)`` shows layers whose names differ in numbers only as one.
+    """What `convert` did. ``print(report)`` shows layers that differ only in the numbers of their blocks as one.
 
     >>> deep_gemm.nn.convert(torch.nn.Sequential(torch.nn.Linear(64, 128))).converted
     ('0',)
@@ -46,8 +49,11 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
 
     Args:
         model: any module; its layers are replaced in place. It may be on the meta device.
-        filter: called with the name and the module of each linear layer; False keeps it. Without a filter, layers stay
-            whose names are those of heads, embeddings, routers and gates (``lm_head``, ``embed_tokens``, ``gate``).
+        filter: called with the name and the module of each linear layer; False keeps it. Without a filter, heads,
+            embeddings, routers and their gates stay, and LoRA's adapters: by their names (``lm_head``, ``score``,
+            ``router``, ``lora_A``), and by what they feed: a layer with a row for each row of an embedding makes
+            logits, one with a row for each of the ``experts`` beside it chooses among these. A ``gate`` with a twin and
+            a layer that takes both is one of a gated MLP, and is converted.
         options: keywords of `FP8Linear`: ``mode="inference"`` drops the weights of 16 or 32 bits.
 
     In training mode parameters stay the same objects, so that an optimizer made before goes on. Layers that cannot be
@@ -65,8 +71,10 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
     converted: list[str] = []
     kept: dict[str, str] = {}
     made: dict[nn.Module, nn.Module] = {}
-    for name, parent, own, layer in list(_linears(model)):
-        why = _why_kept(name, layer, parent, filter, owners, options)
+    linears = list(_linears(model))
+    decide = _by_role(model, linears) if filter is None else _by_filter(filter)
+    for name, parent, own, layer in linears:
+        why = _why_kept(name, layer, parent, decide, owners, options)
         if why:
             kept[name] = why
             continue
@@ -77,13 +85,22 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
     return Report(tuple(converted), kept)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
+def _by_role(model: nn.Module, linears: list[Place]) -> Decide:
+    roles = Roles(model, {name: layer for name, _, _, layer in linears})
+    return lambda name, _: roles.why_kept(name)
+
+
+def _by_filter(filter: Filter) -> Decide:
+    return lambda name, layer: "" if filter(name, layer) else "the filter keeps it"
+
+
+def _linears(model: nn.Module) -> Iterator[Place]:
     """Each linear layer: its name, its parent and its name there. A layer that has two names comes twice."""
-    if isinstance(model, (nn.Linear, FP8Linear)):
+    if isinstance(model, nn.Linear):
         yield "", None, "", model
     for prefix, parent in model.named_modules():
         for own, layer in parent._modules.items():
-            if isinstance(layer, (nn.Linear, FP8Linear)):
+            if isinstance(layer, nn.Linear):
                 yield f"{prefix}.{own}".strip("."), parent, own, layer
 
 
@@ -100,17 +117,17 @@ def _why_kept(
     name: str,
     layer: Any,
     parent: nn.Module | None,
-    filter: Filter | None,
+    decide: Decide,
     owners: Owners,
     options: Mapping[str, Any],
 ) -> str:
     """Why a layer stays as it is, as the end of a sentence; "" if it is converted."""
     if parent is None:
         return "it is the model itself, which cannot be replaced in place: use FP8Linear.from_linear"
-    if filter is None and OTHER_LAYERS.search(name):
-        return "heads, embeddings, routers and gates keep their dtype unless a filter takes them"
-    if filter is not None and not filter(name, layer):
-        return "the filter keeps it"
+    if wrong := decide(name, layer):
+        return wrong
+    if type(layer) is BF16Linear:
+        return "it is a BF16Linear: use FP8Linear.from_linear"
     if type(layer) not in (nn.Linear, FP8Linear):
         return f"it is a {type(layer).__name__}, a subclass of Linear that may do something else"
     mode = options.get("mode", "training")
@@ -133,6 +150,9 @@ def _why_kept(
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names, without their numbers, and how often each comes."""
-    counts = collections.Counter(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name) or "the model" for name in names)
-    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in counts.items()) or "none"
+    """Names. Those that differ in the numbers of what they are in are one, with how often it comes."""
+    groups: dict[str, list[str]] = collections.defaultdict(list)
+    for name in names:
+        groups[re.sub(r"(?<![^.])[0-9]+(?=\.)", "*", name)].append(name or "the model")
+    told = (f"{group} ({len(found)})" if len(found) > 1 else found[0] for group, found in groups.items())
+    return ", ".join(told) or "none"

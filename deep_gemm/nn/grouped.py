@@ -52,7 +52,10 @@ class FP8GroupedLinear(FP8Weights):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Random weights, as those of `torch.nn.Linear`."""
+        """Random weights, as those of `torch.nn.Linear`; in inference mode zeros, as those of a new layer."""
+        if self.mode == "inference":
+            self.reset_stored()
+            return
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
 

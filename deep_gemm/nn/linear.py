@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Linear(Divisible):
-    """What the linear layers share: inputs of any rank, the dtype of the result, and bias."""
+class Linear(Divisible, nn.Linear):
+    """What the linear layers share: inputs of any rank, the dtype of the result, and bias. They are `torch.nn.Linear`
+    for what looks for that, such as PEFT, and have no weight of its making."""
 
     in_features: int
     out_features: int
     weight: nn.Parameter
-    bias: nn.Parameter | None
+    bias: nn.Parameter | None  # type: ignore[assignment]
     shards: tuple[int, int] = 1, 1
     """Among how many ranks the output and the input features are divided: see `deep_gemm.nn.parallel`."""
 
@@ -134,7 +135,7 @@ class FP8Linear(Linear, FP8Weights):
         >>> deep_gemm.nn.FP8Linear.from_linear(torch.nn.Linear(256, 512), mode="inference").weight.dtype
         torch.float8_e4m3fn
         """
-        if not isinstance(linear, (nn.Linear, FP8Linear)):
+        if not isinstance(linear, nn.Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear or an FP8Linear, but it is {kind_of(linear)}.")
         if wrong := why_not_options(linear, options):
             raise InvalidInputError(f"{wrong}.")
@@ -149,6 +150,15 @@ class FP8Linear(Linear, FP8Weights):
             layer.weight = weight if scales is None else nn.Parameter(stored.plain(weight, scales, dtype))
         layer.bias = linear.bias
         return layer.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        """Random weights and bias, as those of `torch.nn.Linear`; in inference mode zeros, as those of a new layer."""
+        if self.mode == "training":
+            super().reset_parameters()
+            return
+        self.reset_stored()
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def product(self, x: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         """See `Linear.product`."""
@@ -197,7 +207,7 @@ class BF16Linear(Linear):
         for name, size in (("in_features", in_features), ("out_features", out_features)):
             if not isinstance(size, int) or size < 1:
                 raise InvalidInputError(f"{name} must be a whole number from 1, but it is {shown(size)}.")
-        super().__init__()
+        nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -218,6 +228,11 @@ class BF16Linear(Linear):
             raise InvalidInputError(f"linear must be a torch.nn.Linear, but it is {kind_of(linear)}.")
         if wrong := why_not_options(linear, options):
             raise InvalidInputError(f"{wrong}.")
+        if linear.weight.dtype.itemsize < 2:
+            raise InvalidInputError(
+                f"linear must have a weight of 16 or 32 bits, but it is {linear.weight.dtype}, and its scales would be "
+                "lost. Use FP8Linear."
+            )
         layer = cls(linear.in_features, linear.out_features, False, **{**options, "device": "meta"})
         weight: Any = linear.weight
         layer.weight, layer.bias = weight, linear.bias

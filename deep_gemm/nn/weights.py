@@ -99,7 +99,7 @@ class FP8Weights(Divisible):
             check_word(name, value, words)
         if wrong := why_not(shape[-1], shape[-2], dtype):
             raise InvalidInputError(f"{wrong}.")
-        super().__init__()
+        nn.Module.__init__(self)
         self.is_resharded = False
         """Whether FSDP2 gathers the weight for each pass. It writes to the same memory without counting versions, so
         that no cast is kept; backward makes one of its own, since one that is saved would stay whole in memory."""
@@ -125,6 +125,12 @@ class FP8Weights(Divisible):
         """Make E4M3 values and their scales the parameters."""
         for name, tensor in zip(("weight", "weight_scale_inv"), weight, strict=True):
             setattr(self, name, nn.Parameter(tensor, requires_grad=False))
+
+    def reset_stored(self) -> None:
+        """Make E4M3 values zeros, and their scales ones."""
+        with torch.no_grad():
+            self.own(self.weight).view(torch.uint8).zero_()
+            self.own(self.weight_scale_inv).fill_(1)
 
     def takes_gradient(self) -> bool:
         """Whether the weight takes a gradient from what is computed now."""

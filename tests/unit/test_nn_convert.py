@@ -74,6 +74,101 @@ def test_a_report_is_short() -> None:
     )
 
 
+def built(sizes: str) -> nn.Module:
+    """A model with linear layers, and embeddings in brackets, by name: "layers.0.up 64x128 [embed] 512x64" is out x
+    in. An experts list is a ModuleList."""
+    model = nn.Module()
+    words = sizes.split()
+    for name, size in zip(words[::2], words[1::2], strict=True):
+        out, width = map(int, size.split("x"))
+        *path, own = name.strip("[]").split(".")
+        parent = model
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.ModuleList() if part == "experts" else nn.Module())
+            parent = parent.get_submodule(part)
+        layer = nn.Embedding(out, width) if name[0] == "[" else nn.Linear(width, out, bias=False)
+        if isinstance(parent, nn.ModuleList):
+            parent.append(layer)
+        else:
+            parent.add_module(own, layer)
+    return model
+
+
+MLP = "layers.0.mlp.{0} 128x64 layers.0.mlp.{1} 128x64 layers.0.mlp.{2} 64x128"
+LORA = " ".join(f"q.lora_{name}.default {size}" for name, size in (("A", "16x64"), ("B", "64x16")))
+ROLES: dict[str, tuple[str, set[str]]] = {
+    "heads": ("score 16x64 value_head 16x64 classifier 16x64 output 512x64 embed_out 512x64", set()),
+    "parts of heads": ("classifier.dense 64x64 classifier.out_proj 16x64 v_head.summary 16x64", set()),
+    "the head of a later layer": ("layers.61.shared_head.head 512x64 layers.61.eh_proj 64x128", {"layers.61.eh_proj"}),
+    "a head by what it makes": ("[embed_tokens] 512x64 decoder 512x64 layers.0.fc 512x64", {"layers.0.fc"}),
+    "as wide as a table of another width": ("[wpe] 512x32 dense 512x64", {"dense"}),
+    "outputs in blocks": ("layers.0.attention.output 64x64 encoder.layer.0.output.dense 64x128",
+                          {"layers.0.attention.output", "encoder.layer.0.output.dense"}),
+    "routers": (("layers.0.mlp.router 16x64 layers.0.block.router.layer 16x64 layers.0.mlp.gate 16x64 "
+                 "layers.0.mlp.shared_expert_gate 16x64"), set()),
+    "a noisy router": ("layers.0.moe.gate 16x64 layers.0.moe.noise 16x64", {"layers.0.moe.noise"}),
+    "a router by what it feeds": (" ".join(["moe.wg 16x64", *(f"moe.experts.{e} 64x64" for e in range(16))]),
+                                  {f"moe.experts.{e}" for e in range(16)}),
+    "a gated MLP": (MLP.format("gate", "up", "down"), {f"layers.0.mlp.{name}" for name in ("gate", "up", "down")}),
+    "embeddings": ("patch_embed.proj 64x48 x_embedder 64x64 time_embedding.linear_1 64x64", set()),
+    "adapters": (f"q.base_layer 64x64 {LORA} lm_head.base_layer 512x64 score.modules_to_save.default 16x64",
+                 {"q.base_layer"}),
+    "names of others": ("layers.0.headwise_proj 64x64 layers.0.routers_mlp 64x64 scoring.dense 64x64",
+                        {"layers.0.headwise_proj", "layers.0.routers_mlp", "scoring.dense"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROLES)
+def test_a_layer_is_kept_by_its_name_and_by_what_it_feeds(case: str) -> None:
+    sizes, wanted = ROLES[case]
+    model = built(sizes)
+    report = convert(model)
+    assert set(report.converted) == wanted
+    names = {name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    assert set(report.kept) == names - wanted
+    everything = convert(built(sizes), lambda *_: True)
+    assert set(everything.converted) == names, "a filter decides alone"
+
+
+def test_adapters_keep_their_gradients() -> None:
+    model = built(f"q.base_layer 64x64 {LORA}")
+    model.get_submodule("q.base_layer").requires_grad_(False)
+    convert(model, mode="inference")
+    assert sorted(name for name, x in model.named_parameters() if x.requires_grad) == [
+        "q.lora_A.default.weight",
+        "q.lora_B.default.weight",
+    ]
+
+
+def test_a_report_has_whole_names_of_layers() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in "ab")})
+    model["alone"] = nn.Sequential(nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    said = str(convert(model))
+    assert said == "6 linear layers converted: blocks.*.0 (2), blocks.*.1 (2), alone.1, alone.3"
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_layers_are_linear_for_what_looks_for_that(mode: Any) -> None:
+    """PEFT and others ask isinstance, and call reset_parameters after to_empty."""
+    model = nn.ModuleDict({"one": nn.Linear(64, 64)})
+    convert(model, mode=mode)
+    made: Any = model["one"]
+    assert isinstance(made, nn.Linear)
+    made.to_empty(device="cpu").reset_parameters()
+    grouped = deep_gemm.nn.FP8GroupedLinear(2, 64, 64, mode=mode)
+    grouped.reset_parameters()
+    for layer in (made, grouped):
+        w = layer.weight.float()
+        assert (w.isfinite().all() and w.std() > 0.01) if mode == "training" else not w.any()
+        assert mode == "training" or (layer.weight_scale_inv == 1).all()
+    y = made(matrix(3, 64))
+    assert y.isfinite().all()
+    if mode == "inference":
+        with pytest.raises(InvalidInputError, match="its scales would be lost"):
+            BF16Linear.from_linear(made)
+
+
 def test_an_optimizer_made_before_goes_on() -> None:
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -45,7 +45,7 @@ def test_the_layer_with_a_small_channel_is_named(shape: tuple[int, ...], keyword
         "1": quantize.spread(made[0](x).detach().view(-1, OUT)).amax().item(),
     }
     first, second = str(report).splitlines()
-    assert first == "1 layer may have weight_gradient='mixed': *"
+    assert first == "1 layer may have weight_gradient='mixed': 1"
     assert second.startswith("0 has a channel 2^1")
     assert second.endswith("below another of its 128: set its weight_gradient to '1x128', or keep it in BF16")
 
@@ -62,7 +62,7 @@ def test_the_largest_spread_counts_and_calls_outside_do_not() -> None:
     made(uneven(64, 2.0**-20))
     assert 2.0**9 / 4 < inside == report.spreads["0"] < 2.0**13
     assert report.wide == report.unseen == ()
-    assert str(report).startswith("2 layers may have weight_gradient='mixed': * (2)")
+    assert str(report).startswith("2 layers may have weight_gradient='mixed': 0, 1")
     assert not any(layer._forward_pre_hooks for layer in made)
 
 
@@ -123,7 +123,7 @@ def test_compiled_calls_are_told_of() -> None:
     with check_spread(made) as report:
         torch.compile(made, fullgraph=True, backend="eager")(matrix(192, IN))
     assert report.unseen == ("0", "1")
-    assert "not seen, because not called or inside of torch.compile: * (2)" in str(report)
+    assert "not seen, because not called or inside of torch.compile: 0, 1" in str(report)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
