@@ -67,7 +67,8 @@ FORMS: dict[str, Any] = {
 def test_forms_of_operands(form: str) -> None:
     packed, exponents = drawn(3, 5, 160, low=0, high=255)
     exact = deep_gemm.dequantise(packed, exponents, dtype=torch.float64)
-    assert torch.equal(deep_gemm.dequantise(*FORMS[form](packed, exponents), dtype=torch.float64), exact)
+    x, sf = FORMS[form](packed, exponents)
+    assert torch.equal(deep_gemm.dequantise(x, sf, dtype=torch.float64), exact)
 
 
 def test_nan_as_a_float32_scale() -> None:
