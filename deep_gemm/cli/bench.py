@@ -16,7 +16,7 @@ from deep_gemm.bench import shapes
 from deep_gemm.bench.modes import GEMM_MODES
 from deep_gemm.bench.summary import summary
 from deep_gemm.cli.console import Number, console, table
-from deep_gemm.cli.options import PATH, shape_option
+from deep_gemm.cli.options import NEW_FILE, PATH, shape_option
 
 AGAINST = ("tensorwise", "blockwise", "cublaslt")
 
@@ -51,7 +51,7 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--deepgemm", type=PATH, help="Also time the DeepGEMM in this directory.")
 @operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
-@click.option("--output", type=PATH, help="Append each row to this file, as JSON, once it is measured.")
+@click.option("--output", type=NEW_FILE, help="Append each row to this file, as JSON, once it is measured.")
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use the rows of this file."
 )

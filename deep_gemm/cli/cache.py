@@ -9,8 +9,8 @@ from pathlib import Path
 
 import click
 
-from deep_gemm.cli.console import Number, Size, console, progress, size, table
-from deep_gemm.cli.options import FILE, PATH, json_option
+from deep_gemm.cli.console import Number, Size, console, pack_size, progress, size, table
+from deep_gemm.cli.options import NEW_FILE, PATH, json_option
 from deep_gemm.jit.cache import maintenance, transfer
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.disk import DiskCache
@@ -59,7 +59,7 @@ def info(paths: tuple[Path, ...], as_json: bool) -> None:
         rows = [[g["arch"], g["cuda"], g["driver"], g["entries"], size(g["bytes"])] for g in found["groups"]]
         out.print(table("", columns, rows))
     for one in found["packs"]:
-        state = one["problem"] or f"{counted(one['kernels'], 'kernel')}, {size(one['bytes'])}"
+        state = one["problem"] or pack_size(one["path"], one["kernels"], one["bytes"])
         out.print(f"pack {one['path']} ({named_by(one['by'])}): {state}")
 
 
@@ -72,10 +72,11 @@ def _show_packs(paths: tuple[Path, ...], as_json: bool) -> None:
         except (OSError, ValueError) as error:
             raise click.ClickException(f"{path} is no pack that can be read: {error}") from error
         one = {"path": str(path), "version": found.version, "bytes": found.cubin_bytes}
+        one["file_bytes"] = path.stat().st_size
         report.append(one | {"kernels": [kernel.to_json() for kernel in kernels]})
         if not as_json:
             written = f"written by deep_gemm {found.version}"
-            out.print(f"{path}: {counted(len(kernels), 'kernel')}, {size(found.cubin_bytes)}, {written}")
+            out.print(f"{path}: {pack_size(path, len(kernels), found.cubin_bytes)}, {written}")
             rows = [[x.name, x.arch, x.compiler, size(x.cubin_bytes), x.resources.registers] for x in kernels]
             out.print(table("", ["kernel", "arch", "compiler", "size", "registers"], rows))
     if as_json:
@@ -158,13 +159,13 @@ def _verify_packs(paths: tuple[Path, ...], as_json: bool) -> None:
                 click.echo(f"corrupted: {name}: {problem}")
             if not problems:
                 opened = packs.read(Path(name), trust=True)
-                click.echo(f"{name}: {counted(len(opened.kernels), 'kernel')}, {size(opened.cubin_bytes)}, all sound")
+                click.echo(f"{name}: {pack_size(name, opened.count, opened.cubin_bytes)}, all sound")
     if any(found.values()):
         raise SystemExit(1)
 
 
 @command.command("pack")
-@click.argument("out", type=FILE)
+@click.argument("out", type=NEW_FILE)
 @click.option(
     "--from", "source", type=click.Path(path_type=Path, file_okay=False), help="A cache directory. [this one]"
 )
@@ -185,7 +186,7 @@ def pack(out: Path, source: Path | None, arch: str, name: str, as_json: bool) ->
 
 @command.command("merge")
 @click.argument("sources", nargs=-1, required=True, type=PATH, metavar="SOURCE...")
-@click.option("--pack", "out", type=FILE, help="Join them into this pack instead.")
+@click.option("--pack", "out", type=NEW_FILE, help="Join them into this pack instead.")
 @json_option
 def merge(sources: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     """Copy the kernels of other cache directories and packs into the cache directory, each verified before.

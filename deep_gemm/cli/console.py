@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deep_gemm.errors import SettingError
-from deep_gemm.log import duration
+from deep_gemm.log import counted, duration
 from deep_gemm.settings import Settings
 
 if TYPE_CHECKING:
@@ -107,6 +109,11 @@ class Number(click.FloatRange):
         if math.isnan(found):
             self.fail(f"{value!r} is no number.", param, ctx)
         return found
+
+
+def pack_size(path: str | Path, kernels: int, cubins: int) -> str:
+    """What a pack holds: its kernels, the bytes of their cubins, and those of the file."""
+    return f"{counted(kernels, 'kernel')}, {size(cubins)} in a file of {size(os.stat(path).st_size)}"
 
 
 def size(count: int) -> str:

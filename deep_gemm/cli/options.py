@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 PATH = click.Path(path_type=Path)
-FILE = click.Path(path_type=Path, dir_okay=False)
+
+
+class NewFile(click.Path):
+    """A file to write, in a directory that exists: a mistyped one is no reason to make it, after minutes of work."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if not path.parent.is_dir():
+            self.fail(f"there is no directory {path.parent}: make it first.", param, ctx)
+        return path
+
+
+NEW_FILE = NewFile(path_type=Path, dir_okay=False)
 
 shape_option = click.option("--shape", "texts", multiple=True, metavar="MxNxK|NxK", help="A shape; repeatable.")
 model_option = click.option(

@@ -13,9 +13,9 @@ import click
 
 from deep_gemm.aot import inputs, layers, workload
 from deep_gemm.aot.layers import Layer
-from deep_gemm.cli.console import busy, console, duration, fact, kernel_table, progress, size, table
+from deep_gemm.cli.console import busy, console, duration, fact, kernel_table, pack_size, progress, table
 from deep_gemm.cli.options import (
-    FILE,
+    NEW_FILE,
     arch_option,
     json_option,
     model_option,
@@ -80,7 +80,7 @@ FAILED, PARTIAL = 1, 3
     help="Build part I of N, counted from 0: one for each task of a Slurm array. [all]",
 )
 @click.option("--jobs", type=click.IntRange(1, 4096), help="Kernels compiled at once. [CPUs]")
-@click.option("--pack", type=FILE, help="Also write all kernels to this pack.")
+@click.option("--pack", type=NEW_FILE, help="Also write all kernels to this pack.")
 @click.option("--allow-partial", is_flag=True, help="Compile the layers that have kernels, even if others have none.")
 @click.option("--dry-run", is_flag=True, help="Compile nothing: list the layers and the kernels.")
 @json_option
@@ -197,8 +197,9 @@ def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | N
     said = [f"On {where}: {counts}, in {duration(summary.seconds * 1e6)}"]
     if pack is not None and not failed:
         held = build.pack(summary, pack)
-        report["pack"] = {"path": str(pack), "kernels": len(held), "bytes": pack.stat().st_size}
-        said.append(f"{pack}: {counted(len(held), 'kernel')}, {size(pack.stat().st_size)}")
+        cubins = sum(kernel.cubin_bytes for kernel in held)
+        report["pack"] = {"path": str(pack), "kernels": len(held), "bytes": cubins, "file_bytes": pack.stat().st_size}
+        said.append(f"{pack}: {pack_size(pack, len(held), cubins)}")
     elif pack is not None:
         said.append(f"{pack} was not written: a pack that lacks some kernels would look like a whole one")
     elif lost:

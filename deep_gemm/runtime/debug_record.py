@@ -77,14 +77,19 @@ def _plain(value: Any) -> Any:
 
 
 def dump_debug_info(path: str | Path) -> None:
-    """Write `debug_info` to ``path`` as JSON. Raises OSError if it cannot be written, and InvalidInputError for what is
-    no path.
+    """Write `debug_info` to ``path`` as JSON, whole or not at all. Raises OSError if it cannot be written, as where a
+    link or anything but a file is there, and InvalidInputError for what is no path.
 
     >>> deep_gemm.dump_debug_info("debug.json")
     """
     if not isinstance(path, (str, Path)) or "\0" in str(path):
         raise InvalidInputError(f"path must be the path of a file, without a zero byte, but it is {path!r}.")
-    Path(path).write_text(json.dumps(debug_info(), indent=1) + "\n")
+    from deep_gemm.jit.cache.files import write_whole  # here: few processes write one
+
+    target = Path(path)
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        raise OSError(f"{target} is a link, or no regular file")
+    write_whole(target, [f"{json.dumps(debug_info(), indent=1)}\n".encode()])
 
 
 def _dump_at_exit() -> None:

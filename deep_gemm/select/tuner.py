@@ -139,4 +139,6 @@ def label(config: GemmConfig) -> str:
 
 
 def _folder(device: str) -> str:
-    return device.replace("/", "_")
+    """A name of one directory, which is never one above."""
+    name = "".join(letter if letter.isprintable() and letter != "/" else "_" for letter in device[:80])
+    return name if name.strip(".") else f"_{name}"

@@ -148,6 +148,8 @@ def open_file(path: Path) -> Owned:
 def _open_directory(
     name: str | Path, above: int | None, path: str | Path, trust: bool, flags: int = _DIRECTORY
 ) -> Owned:
+    if above is not None and (name in ("", ".", "..") or "/" in str(name)):
+        raise UnsafeError(f"{str(name)!r} is no name of a directory in {path}")
     try:
         directory = owned(name, flags, directory=above)
     except NotADirectoryError as error:  # Linux says so of a link, too
@@ -296,8 +298,7 @@ def sweep(folder: Path, older_than: float = _STALE_SECONDS, prefix: str = "") ->
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that others may read, whole or not at all; its directory is made if need be. Raises OSError."""
-    make_directories(path.parent, 0o755)
+    """Write a file that others may read, whole or not at all. Raises OSError."""
     scratch = path.with_name(f".{path.name[:100]}-{os.urandom(8).hex()}")
     try:
         with owned(scratch, _NEW) as file:

@@ -225,7 +225,7 @@ HELD: dict[str, Callable[[Path], object]] = {
     "a path": lambda root: DiskCache(root).open().below(("a", "b")).__exit__(),
     "a path that is made": lambda root: DiskCache(root).open().made_below(("a", "c")).__exit__(),
     "a lock": lambda root: locks.take(Folder.open(root, trust=True), "lock", 5.0).close(),
-    "a new file": lambda root: write_whole(root / "new" / "file", [b"text"]),
+    "a new file": lambda root: write_whole(root / "new", [b"text"]),
     "a published file": lambda root: Folder.open(root, trust=True).publish("x", b"y", Folder.open(root, trust=True)),
     "a tally": lambda root: limit._tally(Folder.open(root, trust=True)).close(),
     "checking": lambda root: maintenance._times_kept(root / "file").__enter__(),  # type: ignore[func-returns-value]

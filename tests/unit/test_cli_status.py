@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from deep_gemm.aot import build, workload
+from deep_gemm.aot import workload
+from deep_gemm.cli import console
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError
+from deep_gemm.jit.cache import pack as packs
 from deep_gemm.runtime import engine
 
 
@@ -71,6 +73,18 @@ def test_an_interrupt_ends_with_130(does: str, status: int) -> None:
     """It was 1, and 0 where nothing saw the exception. A shell says 130 for one that the signal has ended, too."""
     done = subprocess.run([sys.executable, "-c", ENDS.replace("{}", does)], capture_output=True)
     assert (done.returncode, b"Traceback" in done.stderr) == (status, False), done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["precompile --shape 8x128x128 --pack", "cache pack", "cache merge . --pack", "calibrate survey --output",
+     "calibrate fit . --output", "bench --shape 8x128x128 --output", "compare fp8_gemm_nt --trace"],
+)  # fmt: skip
+def test_a_directory_that_does_not_exist_is_not_made(command: str, tmp_path: Path) -> None:
+    """Work of minutes went into a mistyped one."""
+    result = run(*command.split(), tmp_path / "mistyped" / "file")
+    assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
+    assert "there is no directory" in result.output
 
 
 GROUPED = "m_grouped_fp8_gemm_nt_contiguous"
@@ -175,9 +189,14 @@ def test_kernels_that_layers_share_are_counted_once() -> None:
 def test_a_pack_can_be_looked_at(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
     path = tmp_path / "a.dgpack"
-    kernels = build.pack(build.precompile("8x128x256", jobs=2), path)
+    written = run("precompile", "--shape", "8x128x256", "--pack", path).output
+    kernels = packs.read(path).kernels.values()
+    sizes = console.pack_size(path, len(kernels), sum(kernel.cubin_bytes for kernel in kernels))
+    assert f"{len(kernels)} kernels, " in sizes
+    monkeypatch.setenv("DG_JIT_PRECOMPILED", str(path))
     output = run("cache", "info", path).output
-    assert f"{len(kernels)} kernels" in output
+    for said in (written, output, run("cache", "verify", path).output, run("cache", "info").output):
+        assert sizes in " ".join(said.split()), "one pack has one size"
     assert all(kernel.name in output for kernel in kernels)
     (report,) = json.loads(run("cache", "info", path, "--json").output)
     assert {kernel["name"] for kernel in report["kernels"]} == {kernel.name for kernel in kernels}

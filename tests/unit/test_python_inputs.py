@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,25 @@ def test_a_block_larger_than_the_tensor_is_the_whole_tensor(shape: tuple[int, in
     granularity = (10**13, 10**13)
     y, sf = deep_gemm.per_block_cast_to_fp8(x, False, 10**13)
     assert torch.equal(dequantise(y, sf, granularity), dequantise(y, sf, (5, 5)))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "directory", "no directory"])
+def test_the_debug_record_replaces_files_only(tmp_path: Path, kind: str) -> None:
+    """It wrote through a link that somebody else may have made, and waited for whoever reads a FIFO."""
+    path, precious = tmp_path / "record.json", tmp_path / "precious"
+    precious.write_text("precious")
+    if "link" in kind:
+        path.symlink_to(precious if kind == "link" else tmp_path / "nowhere")
+    elif kind == "no directory":
+        path = path / "record.json"
+    else:
+        (os.mkfifo if kind == "fifo" else os.mkdir)(path)
+    with pytest.raises(OSError, match=r"link, or no regular file|No such file"):
+        deep_gemm.dump_debug_info(path)
+    assert precious.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+    deep_gemm.dump_debug_info(precious)
+    assert json.loads(precious.read_text())
 
 
 def test_the_debug_record_is_json_whatever_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Builder:
 
 def ship(folder: Path, found: list[KernelParams]) -> Path:
     path = folder / "sm_90a.dgpack"
+    folder.mkdir(parents=True, exist_ok=True)
     shipped.write(path, found)
     return path
 

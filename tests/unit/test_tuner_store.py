@@ -197,6 +197,19 @@ def test_a_file_under_another_name_is_passed_by(cache_dir: Path) -> None:
     assert ranked() == modelled()
 
 
+@pytest.mark.parametrize("name", ["..", ".", "", "a/../../b", "\x1b[2J", "x" * 400, "/", "..."])
+def test_a_gpu_may_have_any_name(cache_dir: Path, name: str) -> None:
+    """Times of one named .. went into the root of the cache."""
+    tuner.remember(SPEC, {modelled()[1]: 1.0}, name)
+    (folder,) = (cache_dir / "tuned").iterdir()
+    assert folder.name.isprintable()
+    assert len(list(folder.rglob("*"))) == 2, "of the device code, and the record"
+    assert {path.name for path in cache_dir.iterdir()} <= {"tuned", "tmp"}
+    forget()
+    found = tuner.store_of(name).get(tuner.ranked_as(SPEC))
+    assert found is not None
+
+
 @pytest.mark.parametrize("level", ["file", "folder", "root"])
 def test_what_others_can_write_to_is_not_believed(cache_dir: Path, level: str, caplog: Any) -> None:
     measure()
