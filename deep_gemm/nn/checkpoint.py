@@ -16,7 +16,7 @@ from deep_gemm.aot.headers import Stored
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.log import counted
 from deep_gemm.nn import stored
-from deep_gemm.nn.weights import FP8Weights
+from deep_gemm.nn.weights import Divisible, FP8Weights
 from deep_gemm.ops.layouts import TMA_BYTES
 
 SCALE = "weight_scale_inv"
@@ -63,6 +63,8 @@ def load_checkpoint(
     places, found = dict[str, str](), dict[str, Stored]()
     for file in files:
         inside = headers.header(directory / file)
+        if twice := next((name for name in inside if name in places), None):
+            raise InvalidInputError(f"{twice} is in {places[twice]} and in {file} of {path}: give the path of one.")
         places |= dict.fromkeys(inside, file)
         found |= inside
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -92,11 +94,11 @@ def load_checkpoint(
 
 
 def _beside(path: Path, modules: dict[str, nn.Module], found: dict[str, Stored]) -> dict[str, str]:
-    """The tensors that FP8 layers read beside their weights, with the names of these. A layer scales its activations
-    itself, so that it needs no scales of theirs."""
+    """The tensors that layers of this package read beside their weights, with the names of these. A layer scales its
+    activations itself, so that it needs no scales of theirs."""
     read: dict[str, str] = {}
     for module, layer in modules.items():
-        if isinstance(layer, FP8Weights):
+        if isinstance(layer, Divisible):
             prefix = f"{module}." if module else ""
             if wrong := stored.why_not(prefix, found):
                 raise InvalidInputError(f"{path} does not fit the model: {wrong}")
@@ -113,7 +115,7 @@ def _check_dtypes(path: Path, modules: dict[str, nn.Module], wanted: dict[str, A
         if name not in found or not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             continue
         dtype = found[name].dtype
-        read = isinstance(layer, FP8Weights) and own in ("weight", SCALE)
+        read = isinstance(layer, Divisible) and own in ("weight", SCALE)
         if read or dtype in headers.WIDE or dtype == stored.NAMES.get(tensor.dtype):
             continue
         kind = "FP8" if dtype.startswith("F8") else dtype
@@ -163,7 +165,7 @@ def _read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor
         with safe_open(directory / file, framework="pt") as opened:
             for name in (name for name, place in places.items() if place == file):
                 tensor = opened.get_tensor(name)
-                # A file is mapped, and may begin a tensor anywhere.
+                # It lies in memory as in its file, where it may begin anywhere.
                 yield name, tensor if tensor.data_ptr() % TMA_BYTES == 0 else tensor.clone()
 
 

@@ -187,7 +187,8 @@ class BF16Linear(Linear):
         device, dtype: of the parameters, as in `torch.nn.Linear`.
 
     Products are those of the result's dtype, bfloat16 or float16: that of x, or of autocast. A weight of another dtype
-    is cast. Raises InvalidInputError for a result in float32.
+    is cast. Raises InvalidInputError for a result in float32. It loads what an `FP8Linear` does: values of E4M3 are
+    multiplied by their scales.
 
     >>> layer = deep_gemm.nn.BF16Linear(256, 128, dtype=torch.bfloat16)
     >>> layer(torch.randn(2, 30, 256).bfloat16()).shape

@@ -54,15 +54,21 @@ def plain(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, 
 
 
 def why_not(prefix: str, found: Mapping[str, Stored]) -> str:
-    """Why an FP8 layer cannot load its weight, and the scales of it, of ``found``, as a sentence; "" if it can, or has
+    """Why a layer cannot load its weight, and the scales of it, of ``found``, as a sentence; "" if it can, or has
     neither. ``prefix`` is its name and a dot."""
     name, scale_name = f"{prefix}weight", scale_names.name_of(found, prefix)
     weight, scale = found.get(name), None if scale_name is None else found[scale_name]
+    several = [own for own in scale_names.NAMES if f"{prefix}{own}" in found]
+    if len(several) > 1:
+        return (
+            f"{name} has several scales, {' and '.join(several)}, and by which its values are multiplied is not known. "
+            "Leave one."
+        )
     if weight is None:
         return f"{scale_name} are scales, and their values, {name}, are not there. Load both together." if scale else ""
     if weight.dtype != "F8_E4M3" and (scale or weight.dtype not in WIDE):
         beside = f", and has scales, {scale_name}" if scale else ""
-        return f"{name} is {weight.dtype}{beside}. FP8 layers load E4M3 with scales, or {', '.join(sorted(WIDE))}."
+        return f"{name} is {weight.dtype}{beside}. Layers load E4M3 with scales, or {', '.join(sorted(WIDE))}."
     if weight.dtype in WIDE:
         return ""
     if scale is None:

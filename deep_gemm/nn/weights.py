@@ -42,13 +42,22 @@ def why_not(in_features: int, out_features: int, dtype: torch.dtype) -> str:
 
 
 class Divisible(nn.Module):
-    """A module whose parameters may be divided among ranks, as DTensors: see `deep_gemm.nn.parallel`."""
+    """A module with a weight, which it loads from values and scales too. Its parameters may be divided among ranks, as
+    DTensors: see `deep_gemm.nn.parallel`."""
 
+    weight: nn.Parameter
+    mode: Mode = "training"
     is_divided = False
 
     def own(self, parameter: Any) -> Any:
         """What this rank has of a parameter. Gradients pass through it."""
         return parameter.to_local() if self.is_divided else parameter
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if not isinstance(weight, Tensor) or weight.shape == self.weight.shape:  # else torch says what it should be
+            stored.adapt(state_dict, prefix, self.mode, self.weight.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 class Options(TypedDict, total=False):
@@ -73,7 +82,6 @@ def refuse_unknown(layer: type, options: Iterable[str]) -> None:
 class FP8Weights(Divisible):
     """A module with a weight (out, in), or (groups, out, in). See `deep_gemm.nn.FP8Linear`."""
 
-    weight: nn.Parameter
     weight_scale_inv: nn.Parameter
 
     def __init__(
@@ -214,12 +222,6 @@ class FP8Weights(Divisible):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cast": None}
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight = state_dict.get(f"{prefix}weight")
-        if not isinstance(weight, Tensor) or weight.shape == self.weight.shape:  # else torch says what it should be
-            stored.adapt(state_dict, prefix, self.mode, self.weight.dtype)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
         """What `repr` shows."""

@@ -28,7 +28,8 @@ from nn_cases import (
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-from deep_gemm import nn
+from deep_gemm import InvalidInputError, nn
+from deep_gemm.settings import settings
 
 BF16 = torch.bfloat16
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
@@ -103,6 +104,22 @@ def test_a_mixture_is_near_the_one_in_float64(recipe: Any) -> None:
     made = nn.MoE(256, 144, experts=6, top_k=2, weight_gradient=recipe, device=DEVICE)
     x, dy = matrix(300, 256, device=DEVICE), matrix(300, 256, device=DEVICE)
     check(experts_results(made, x, dy), experts_exact(made, x, dy), EXPERT_BOUNDS)
+
+
+def test_dropped_choices_are_as_on_the_cpu() -> None:
+    """Routing has the same numbers, and a mixture computes what is left; other numbers are refused under the check."""
+    chosen = torch.rand(200, 5).argsort(1)[:, :2]
+    chosen[::3, 0], chosen[1::5, 1] = -1, 5
+    found, wanted = nn.Routing.from_choices(chosen.to(DEVICE), 5), nn.Routing.from_choices(chosen, 5)
+    assert all(torch.equal(x.cpu(), vars(wanted)[name]) for name, x in vars(found).items())
+    layer: Any = nn.MoE(IN, 48, 5, 2, device=DEVICE)
+    own = chosen.to(DEVICE)
+    layer.route = lambda x: (layer.router(x.float()).softmax(1).gather(1, own.clamp(0, 4)), own)
+    x, dy = matrix(200, IN, device=DEVICE), matrix(200, IN, device=DEVICE)
+    check(experts_results(layer, x, dy), experts_exact(layer, x, dy), EXPERT_BOUNDS)
+    chosen[4, 1] = 7
+    with settings.override(check=True), pytest.raises(InvalidInputError, match=r"chosen\[4, 1\] is 7, but experts are"):
+        nn.Routing.from_choices(chosen.to(DEVICE), 5)
 
 
 @cuda_only

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deep_gemm
 from deep_gemm import InvalidInputError
-from deep_gemm.nn import FP8GroupedLinear, FP8Linear, load_checkpoint, stored
+from deep_gemm.nn import BF16Linear, FP8GroupedLinear, FP8Linear, load_checkpoint, stored
 
 E4M3, N, K, EXPERTS = torch.float8_e4m3fn, 272, 320, 3
 MODES, DEVICES = ("training", "inference"), ("cpu", "meta")
@@ -89,6 +89,11 @@ def layer(mode: Any, device: str = "cpu", experts: bool = False) -> Any:
     return FP8GroupedLinear(EXPERTS, K, N, **options) if experts else FP8Linear(K, N, bias=False, **options)
 
 
+def kinds(mode: str) -> list[Any]:
+    """Layers that load a weight in this mode."""
+    return [layer(mode), *([BF16Linear(K, N, bias=False)] if mode == "training" else [])]
+
+
 def loaded(made: Any, state: State, way: str, path: Path, **options: Any) -> None:
     if way == "checkpoint":
         save_file(state, path / "model.safetensors")
@@ -107,6 +112,10 @@ def test_values_are_multiplied_by_their_scales(
     state, wanted = stored_as(name, experts)
     made = layer(mode, device, experts)
     loaded(made, state, way, tmp_path)
+    if mode == "training" and not experts:
+        plain = BF16Linear(K, N, bias=False, device=device, dtype=torch.float32)
+        loaded(plain, state, way, tmp_path)
+        assert torch.equal(plain.weight, wanted)
     keeps = STORED[name][-1]
     if mode == "training":
         assert torch.equal(made.weight, wanted)
@@ -125,11 +134,13 @@ REFUSED: dict[str, tuple[State, str]] = {
     **{f"{dtype} with scales": ({"weight": torch.ones(N, K).to(dtype), **SCALES}, rf"weight is {said}, and has scales")
        for dtype, said in ((torch.int8, "I8"), (torch.float8_e5m2, "F8_E5M2"), (torch.bfloat16, "BF16"),
                            (torch.float8_e4m3fnuz, "F8_E4M3FNUZ"), (torch.float8_e5m2fnuz, "F8_E5M2FNUZ"))},
-    "integers": ({"weight": torch.ones(N, K, dtype=torch.int8)}, "weight is I8. FP8 layers load E4M3 with scales, or"),
+    "integers": ({"weight": torch.ones(N, K, dtype=torch.int8)}, "weight is I8. Layers load E4M3 with scales, or"),
     "values alone": ({"weight": e4m3(N, K)}, "weight is E4M3, and the scales .* are not beside it"),
     "a name that is not known": ({"weight": e4m3(N, K), "qscale_weight": torch.ones(1)}, "weight .* are not beside"),
     **{f"{name} alone": ({name: torch.ones(3, 3)}, f"{name} are scales, and their values, .*weight, are not there")
        for name in ("weight_scale_inv", "weight_scale", "scale")},
+    "two scales": ({"weight": e4m3(N, K), "scale": torch.ones(3, 3), "scale_inv": torch.ones(3, 3)},
+                   "weight has several scales, scale and scale_inv, and by which"),
     "scales of bytes": ({"weight": e4m3(N, K), "scale": torch.ones(3, 3, dtype=torch.uint8)}, "scale must be .*is U8"),
     "another shape": ({"weight": e4m3(N, K), "weight_scale": torch.ones(N, 3)}, r"weight_scale .* shape is \(272, 3\)"),
     "transposed blocks": ({"weight": e4m3(N, K), "weight_scale": torch.ones(1, 3, 1, 3)}, "weight_scale .* shape is"),
@@ -144,11 +155,12 @@ def test_a_weight_that_would_be_other_numbers_is_refused_by_name(
 ) -> None:
     """They were copied as plain numbers, or put beside the scales of other values."""
     state, message = REFUSED[case]
-    model = nn.ModuleDict({"up": layer(mode)})
-    before = {name: x.clone() for name, x in model.state_dict().items()}
-    with pytest.raises(InvalidInputError, match=rf"up\.{message}"):
-        loaded(model, {f"up.{name}": x for name, x in state.items()}, way, tmp_path, strict=False)
-    assert all(torch.equal(x.float(), before[name].float()) for name, x in model.state_dict().items())
+    for made in kinds(mode):
+        model = nn.ModuleDict({"up": made})
+        before = {name: x.clone() for name, x in model.state_dict().items()}
+        with pytest.raises(InvalidInputError, match=rf"up\.{message}"):
+            loaded(model, {f"up.{name}": x for name, x in state.items()}, way, tmp_path, strict=False)
+        assert all(torch.equal(x.float(), before[name].float()) for name, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -206,15 +218,21 @@ def test_a_layer_with_two_names_is_loaded_by_either(mode: str, device: str, tmp_
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_scales_in_another_file_and_with_a_second_name(device: str, tmp_path: Path) -> None:
-    """The second ones are not those that are read, and are told."""
+def test_scales_may_be_in_another_file(device: str, tmp_path: Path) -> None:
     values, scales, wanted = blocks()
     save_file({"weight": values}, tmp_path / "b.safetensors")
-    save_file({"weight_scale_inv": scales}, tmp_path / "a.safetensors")
-    save_file({"weight_scale": 2 * scales}, tmp_path / "c.safetensors")
+    save_file({"weight_scale": scales, "more": scales.clone()}, tmp_path / "a.safetensors")
     for mode in MODES:
         made = layer(mode, device)
-        with pytest.raises(InvalidInputError, match=r"1 tensor not in the model, such as weight_scale\."):
+        with pytest.raises(InvalidInputError, match=r"1 tensor not in the model, such as more\."):
             load_checkpoint(made, tmp_path)
-        assert load_checkpoint(made, tmp_path, strict=False) == ((), ("weight_scale",))
+        assert load_checkpoint(made, tmp_path, strict=False) == ((), ("more",))
         assert torch.equal(deep_gemm.nn.FP8Linear.from_linear(made, dtype=torch.float32).weight, wanted)
+
+
+def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
+    """The last file won, such as a copy of the first one from before."""
+    for file in ("model", "model-before"):
+        save_file({"weight": matrix(N, K)}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(InvalidInputError, match=r"weight is in model-before\.safetensors and in model\.safetensors of"):
+        load_checkpoint(layer("training"), tmp_path, strict=False)
