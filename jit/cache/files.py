@@ -89,30 +89,29 @@ def resolved(path: Path) -> str:
         return str(path)
 
 
-def make_directories(path: Path, mode: int = 0o700) -> None:
-    """Create a directory and its missing parents, all of exactly this mode, whatever the umask. Existing ones keep
-    theirs."""
+def make_directories(path: Path) -> None:
+    """Create a directory and its missing parents, all of mode 0700, whatever the umask. Existing ones keep theirs."""
     try:
-        _make_directory(path, mode)
+        _make_directory(path)
     except FileExistsError:
         if not path.is_dir():
             raise
     except FileNotFoundError:
         if path.parent == path:
             raise
-        make_directories(path.parent, mode)
+        make_directories(path.parent)
         with contextlib.suppress(FileExistsError):  # made by another process meanwhile
-            _make_directory(path, mode)
+            _make_directory(path)
 
 
-def _make_directory(path: str | Path, mode: int, directory: int | None = None) -> None:
-    os.mkdir(path, mode, dir_fd=directory)
+def _make_directory(path: str | Path, directory: int | None = None) -> None:
+    os.mkdir(path, 0o700, dir_fd=directory)
     made = os.stat(path, dir_fd=directory, follow_symlinks=False).st_mode
-    if made & 0o777 != mode and stat.S_ISDIR(made):
+    if made & 0o777 != 0o700 and stat.S_ISDIR(made):
         # The set-group-ID bit comes from the parent and is kept. On a filesystem with fixed modes this fails, and the
         # mode decides later whether the directory is used.
         with contextlib.suppress(OSError):
-            os.chmod(path, (made & 0o7000) | mode, dir_fd=directory)
+            os.chmod(path, (made & 0o7000) | 0o700, dir_fd=directory)
 
 
 def read(name: str | Path, limit: int, directory: int | None = None) -> Content:
@@ -198,7 +197,7 @@ class Folder:
         except LinkError:
             os.unlink(name, dir_fd=self.fd)
         with contextlib.suppress(FileExistsError):  # made by another process meanwhile
-            _make_directory(name, 0o700, self.fd)
+            _make_directory(name, self.fd)
         return self.child(name)
 
     def below(self, parts: Iterable[str]) -> Folder:

@@ -9,10 +9,14 @@ exception before the `with` statement closes the file, and the `with` statement 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import functools
+import hashlib
 import os
+import struct
 import time
+from collections.abc import Callable
 
 from deep_gemm.jit.cache.files import Folder, Owned, owned
 from deep_gemm.jit.forking import forget
@@ -20,49 +24,71 @@ from deep_gemm.jit.forking import forget
 # A link or a directory in place of the file is an error; a FIFO does not block.
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _POLL = 0.01  # seconds
+KEYS = "keys"
+"""The file that has a byte for each name. Nothing is ever written to it, and it is never deleted."""
+_SET = getattr(fcntl, "F_OFD_SETLK", 37)
+_FLOCK = struct.Struct("@hhqqi4x")
 # The directories in which this process has opened locks, as the system names them.
 _folders: set[str] = set()
 
 
 def take(folder: Folder, name: str, limit: float) -> Owned:
-    """The lock file `name`, open and locked until it is closed: `with take(...):`.
+    """The lock called `name`, which is held until it is closed: `with take(...):`.
 
-    Raises TimeoutError if another holds it for `limit` seconds, and OSError where there are no locks.
+    Raises TimeoutError if another holds it for `limit` seconds, and OSError where there are no locks. A process that is
+    killed leaves no file: names are bytes of one. Where the system locks whole files alone, as in gVisor, each name is
+    a file, which its holder deletes.
     """
-    end = time.monotonic() + limit
+    end, what = time.monotonic() + limit, f"{folder.path}/{name}"
     _remember(folder)
-    while True:
-        file = owned(name, _FLAGS, directory=folder.fd)
+    try:
         try:
-            while not _locked(file):
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"{folder.path}/{name} is held")
-                time.sleep(_POLL)
-            # Its last holder may have deleted it, and others then lock a new one.
-            if os.fstat(file.fileno()).st_nlink > 0:
-                return file
-            if time.monotonic() >= end:
-                raise TimeoutError(f"{folder.path}/{name} was held")
-        except BaseException as error:
-            file.close()
-            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                folder.unlink(name)  # without locks, it is of no use
-            raise
-        file.close()
+            return _waited_for(lambda: _of_byte(folder, name), what, end)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        return _waited_for(lambda: _of_file(folder, name), what, end)
+    except TimeoutError:
+        raise
+    except OSError:
+        folder.unlink(name)  # without locks, it is of no use
+        raise
 
 
-def _locked(file: Owned) -> bool:
+def _waited_for(attempt: Callable[[], Owned | None], what: str, end: float) -> Owned:
+    while (file := attempt()) is None:
+        if time.monotonic() >= end:
+            raise TimeoutError(f"{what} is held")
+        time.sleep(_POLL)
+    return file
+
+
+def _of_byte(folder: Folder, name: str) -> Owned | None:
+    """The lock of a byte, or None if another has it."""
+    file = owned(KEYS, _FLAGS, directory=folder.fd)
+    place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    try:
+        fcntl.fcntl(file.fileno(), _SET, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return None
+    return file
+
+
+def _of_file(folder: Folder, name: str) -> Owned | None:
+    """The lock of a file of its own, or None if another has it."""
+    file = owned(name, _FLAGS, directory=folder.fd)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
-    return True
+        return None
+    # Its last holder may have deleted it, and others then lock a new one.
+    return file if os.fstat(file.fileno()).st_nlink > 0 else None
 
 
 def sweep(folder: Folder) -> None:
     """Delete the lock files that nobody holds: those of killed processes."""
     with contextlib.suppress(OSError):
-        for name in os.listdir(folder.fd):
+        for name in set(os.listdir(folder.fd)) - {KEYS}:
             with contextlib.suppress(OSError), take(folder, name, 0.0):
                 folder.unlink(name)
 

@@ -15,6 +15,7 @@ from deep_gemm.jit.cache import entry as entries
 from deep_gemm.jit.cache.disk import LOCKS, TEMPORARY, DiskCache, lock_name, move_aside, size_of
 from deep_gemm.jit.cache.entry import Address
 from deep_gemm.jit.cache.files import owned
+from deep_gemm.jit.cache.locks import KEYS
 
 # Anything younger may still be in use by a compiler, so it is no leftover. Writers sweep after the same time.
 LEFTOVER_SECONDS = 3600.0
@@ -262,6 +263,8 @@ def _leftovers(root: Path) -> Iterator[Checked]:
         (LOCKS, "a lock that nobody has taken for an hour"),
     ):
         for path in _children(root / folder):
+            if path.name == KEYS:  # no lock, but the file that has them all
+                continue
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 # A time in the future (the clock went back) counts as young, not old.

@@ -214,11 +214,14 @@ def test_a_filesystem_with_fixed_modes(root: Path, fixed: int, stored: int, monk
 def test_a_pack_is_written_where_others_can_read_it_and_not_write(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        out = tmp_path / "one" / "two" / "a.dgpack"
+        out = tmp_path / "a.dgpack"
         transfer.join([make(tmp_path / "b.dgpack")], out, trust=True)
+        with pytest.raises(FileNotFoundError):
+            transfer.join([tmp_path / "b.dgpack"], tmp_path / "mistyped" / "a.dgpack", trust=True)
     finally:
         os.umask(before)
-    assert [stat.S_IMODE(path.stat().st_mode) for path in (out, out.parent, out.parents[1])] == [0o644, 0o755, 0o755]
+    assert stat.S_IMODE(out.stat().st_mode) == 0o644
+    assert not (tmp_path / "mistyped").exists()
     assert len(packs.read(out).kernels) == 3
 
 

@@ -22,6 +22,7 @@ from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
 
 from deep_gemm.errors import DeepGemmError, DriverError
+from deep_gemm.jit.cache import locks
 from deep_gemm.jit.cache.files import Folder
 from deep_gemm.jit.cache.locks import take
 from deep_gemm.jit.driver import api
@@ -183,13 +184,17 @@ def test_every_fork_ends(what: str, interrupts: int, ignored: list[str]) -> None
     assert said["interrupts"] >= interrupts
 
 
-@pytest.mark.parametrize("unlinked", [False, True])
-def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) -> None:
+@pytest.mark.parametrize(("files", "unlinked"), [(False, False), (True, False), (True, True)])
+def test_a_child_keeps_no_lock_of_its_parents(
+    tmp_path: Path, files: bool, unlinked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if files:
+        monkeypatch.setattr(locks, "_SET", 9999)
     (tmp_path / "locks").mkdir()
     path, other = tmp_path / "locks" / "lock", tmp_path / "other"
     with Folder.open(path.parent, trust=True) as folder, other.open("w") as kept:
         lock = take(folder, path.name, 1.0)
-        again = os.open(path, os.O_RDWR)
+        again = os.open(path if files else path.with_name(locks.KEYS), os.O_RDWR)
         if unlinked:
             path.unlink()
 
@@ -206,8 +211,11 @@ def test_a_child_keeps_no_lock_of_its_parents(tmp_path: Path, unlinked: bool) ->
         try:
             deadline = time.monotonic() + 60
             while True:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.suppress(BlockingIOError, TimeoutError):
+                    if files:
+                        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    else:
+                        take(folder, path.name, 0.0).close()
                     break
                 assert time.monotonic() < deadline, "the child keeps the lock"
                 time.sleep(0.01)
