@@ -82,7 +82,17 @@ def convert(model: nn.Module, filter: Filter | None = None, **options: Any) -> R
             made[layer] = FP8Linear.from_linear(layer, **options)
         setattr(parent, own, made[layer])
         converted.append(name)
+    _leave_fused_path(model)
     return Report(tuple(converted), kept)
+
+
+def _leave_fused_path(model: nn.Module) -> None:
+    """Have torch's encoder layers call the FP8 layers in them: without gradients they read their weights themselves."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(x, FP8Linear) for x in module.children()):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(x, FP8Linear) for x in module.modules()):
+            module.use_nested_tensor = False
 
 
 def _by_role(model: nn.Module, linears: list[Place]) -> Decide:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, products, stored
 from deep_gemm.nn.weights import Divisible, FP8Weights, Options, find_main_grad
-from deep_gemm.tensors import kind_of, shown
+from deep_gemm.ops.checks import MAX_SIZE, check_index
+from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -206,8 +207,7 @@ class BF16Linear(Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         for name, size in (("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 1:
-                raise InvalidInputError(f"{name} must be a whole number from 1, but it is {shown(size)}.")
+            check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation

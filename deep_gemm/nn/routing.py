@@ -10,10 +10,11 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
+from deep_gemm.ops.checks import MAX_SIZE, check_index
 from deep_gemm.runtime.operation import Fault, refuse_faults
 from deep_gemm.settings import settings
 from deep_gemm.spec import SCALE_BLOCK, align
-from deep_gemm.tensors import check_tensor, is_traced, kind_of, shown
+from deep_gemm.tensors import check_tensor, is_traced, kind_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,7 @@ class Routing:
             came = f" {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else ""
             raise InvalidInputError(f"chosen must be torch.int64 (tokens, top_k), but it is {kind_of(chosen)}{came}.")
         check_tensor("chosen", chosen)
-        if not isinstance(experts, int) or isinstance(experts, bool) or experts < 1:
-            raise InvalidInputError(f"experts must be a whole number from 1, but it is {shown(experts)}.")
+        check_index("experts", experts, 1, MAX_SIZE, "a whole number from 1")
         if (settings.check or chosen.device.type == "cpu") and not is_traced([chosen]):
             refuse_faults("Routing.from_choices", chosen.device, lambda: _unknown(chosen, experts))
         device, (tokens, top_k) = chosen.device, chosen.shape

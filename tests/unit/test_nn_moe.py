@@ -354,6 +354,8 @@ def test_autocast_casts_floating_point_alone(reader: str, dtype: torch.dtype) ->
     ("wrong", "message"),
     [
         (lambda: MoE(64, 32, 4, 5), "top_k must be from 1 to 4, the number of experts, but it is 5."),
+        (lambda: MoE(64, 32, 4, 0), "top_k must be a whole number from 1, but it is 0."),
+        (lambda: MoE(64, 32, "4", 1), "experts must be a whole number from 1, but it is '4'."),  # type: ignore[arg-type]
         (lambda: MoE(64, 20, 4, 1), "out_features must be a multiple of 16, but it is 40."),
         (
             lambda: Routing.from_choices(torch.tensor([0, 1]), 4),
