@@ -79,7 +79,7 @@ def main() -> None:
         run(*wheel, "unpack", "--dest", open_wheel, built, why="the plain wheel could not be unpacked", env=environment)
         (content,) = open_wheel.iterdir()
         pack = content / "deep_gemm" / "shipped" / "sm_90a.dgpack"
-        pack.parent.mkdir()
+        pack.parent.mkdir(exist_ok=True)
         compiling = environment | {"PYTHONPATH": str(content), "DG_JIT_CACHE_DIR": str(Path(scratch, "cache"))}
         compiler = (sys.executable, "-c", COMPILE, content, pack, options.cache or "")
         # Not in ROOT, whose deep_gemm would be imported.

@@ -255,6 +255,9 @@ def _compressed_group(group: Any) -> Kind:
     if not isinstance(weights, Mapping):
         raise InvalidInputError(f"a group of quantization_config must have weights, but it is {shown(group)}.")
     bits, kind, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    if strategy is None:  # the size of groups says it
+        size = weights.get("group_size")
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if (bits, kind) != (8, "float"):
         return Kind(why_not=f"its weights are {shown(kind)} of {shown(bits)} bits, not FP8.")
     if strategy in ("channel", "tensor"):

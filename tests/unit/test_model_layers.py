@@ -80,7 +80,7 @@ OPERATIONS: list[tuple[Config, str]] = [
     ({"torch_dtype": "bfloat16"}, BF16), ({"torch_dtype": "float16"}, FP16), ({"dtype": "bfloat16"}, BF16),
     ({"torch_dtype": "torch.float16"}, FP16), ({"torch_dtype": "bfloat16", "quantization_config": BLOCKS}, FP8),
     *((quantised({}, **asked), ROWWISE) for asked in (
-        groups(CHANNEL, ignore=["lm_head"]),
+        groups(CHANNEL, ignore=["lm_head"]), groups(CHANNEL | {"weights": {"num_bits": 8, "type": "float"}}),
         groups(CHANNEL | {"weights": CHANNEL["weights"] | {"strategy": "tensor"}}),
         {"quant_method": "fbgemm_fp8"}, {"quant_method": "ptpc_fp8"}, {"quant_method": "modelopt", "quant_algo": "FP8"},
         {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
