@@ -27,28 +27,32 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_promises, "_promises", {})
 
 
-@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 20, 11), ("bias", 17, 10)])
+@pytest.mark.parametrize(("name", "forward", "backward"), [("1x128", 17, 10), ("kept casts", 21, 11), ("bias", 17, 10)])
 def test_a_step_enters_few_functions(gpu: FakeGpu, name: str, forward: int, backward: int) -> None:
-    """Calls on fresh tensors are replays; some steps also make records for addresses that come again. It was 84 and 51,
-    and the bias another kernel; and 56 and 41 with a call for each cast and each product."""
+    """It was 84 and 51, and the bias another kernel; and 56 and 41 with a call for each cast and each product. All
+    tensors stay alive, so that each step has addresses of its own and is a replay; which addresses a freed tensor
+    leaves is up to the allocator, and a record of one that comes again enters fewer functions."""
     made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
-    x, dy = matrix(64, IN).requires_grad_(), matrix(64, OUT)
-    counts, y = [], list[Tensor]()
-    for _ in range(12):
-        before = len(gpu.launched)
-        counts.append((len(ours(lambda: y.append(made(x)))), len(ours(lambda: y.pop().backward(dy)))))
+    counts, alive = [], list[Any]()
+    for _ in range(8):
+        x, dy, before = matrix(64, IN).requires_grad_(), matrix(64, OUT), len(gpu.launched)
+        entered = ours(lambda x=x: alive.append(made(x)))
+        entered_backward = ours(lambda dy=dy: alive[-1].backward(dy, retain_graph=True))
+        counts.append((len(entered), len(entered_backward)))
         assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
-    assert min(count for count, _ in counts) <= forward
-    assert min(count for _, count in counts) <= backward
+        alive += [x, dy, *(parameter.grad for parameter in made.parameters())]
+        made.zero_grad(set_to_none=True)
+    assert all(first <= forward and second <= backward for first, second in counts[3:]), counts
 
 
 @pytest.mark.parametrize("shape", [(1, IN), (2, 1, IN)], ids=str)
 def test_serving_enters_few_functions(gpu: FakeGpu, shape: tuple[int, ...]) -> None:
     """Results are fresh tensors of any rank: a replay, or the record of one. It was 33."""
     stored, x = FP8Linear.from_linear(torch.nn.Linear(IN, OUT, dtype=BF16), mode="inference"), matrix(*shape)
+    alive = list[Tensor]()
     with torch.inference_mode():
-        counts = [len(ours(lambda: stored(x))) for _ in range(12)]
-    assert min(counts) <= 15, "of a replay; the record of an address that comes again takes 8"
+        counts = [len(ours(lambda: alive.append(stored(x)))) for _ in range(8)]
+    assert max(counts[3:]) <= 15, "of a replay; the record of an address that comes again takes 8"
 
 
 @pytest.mark.parametrize(("name", "step", "serving"), [("1x128", 6, 2), ("kept casts", 6, 2), ("fused", 5, 2)])
