@@ -1,5 +1,7 @@
 # make demo      compile, run and check one GEMM, with or without a GPU
-# make test      run the tests; where there is no GPU, test files run side by side, in up to four processes
+# make test      run the tests of some four minutes on two cores; where there is no GPU, test files run side by side, in up to four
+#                processes
+# make test-all  run all tests, also those that are marked long: they compile every kernel, and compare it with the record
 # make lint      ruff and mypy
 # make docs      build docs/_build/html; warnings are errors
 # make dist      build the source distribution and the wheel in dist/, and check both with twine
@@ -36,14 +38,15 @@ FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit
 RUN := $(abspath $(VENV))/bin/python
 STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 
-.PHONY: demo test bench faults sanitize lint dist wheel-with-kernels shipped-calls docs readme clean FORCE
+.PHONY: demo test test-all bench faults sanitize lint dist wheel-with-kernels shipped-calls docs readme clean FORCE
 
 # From another directory, so that what is imported is what is installed.
 demo: $(STAMP)
 	cd tests && $(RUN) -m deep_gemm demo
 
-test: $(STAMP)
-	cd tests && $(RUN) -m pytest unit compile gpu $(PARALLEL) $(PYTEST_ARGS)
+test: SELECT := -m "not long"
+test test-all: $(STAMP)
+	cd tests && $(RUN) -m pytest unit compile gpu $(SELECT) $(PARALLEL) $(PYTEST_ARGS)
 
 faults: $(STAMP)
 	cd tests && for run in $$(seq $(COUNT)); do \

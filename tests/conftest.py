@@ -1,22 +1,34 @@
-"""Shared by all tests: markers by directory, a private kernel cache, the record of a GPU run."""
+"""Shared by all tests: markers by directory, the limit of a test's time, failures named at once, a private kernel
+cache, the record of a GPU run."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+import hypothesis
 import pytest
 from gpu_record import GpuRecord
 
 TESTS = Path(__file__).parent
 SCRATCH = pytest.StashKey["tempfile.TemporaryDirectory[str]"]()
 MESSAGES = pytest.StashKey[TextIO]()
-LIMIT = 120.0  # seconds
+LIMIT = 120.0
+"""Seconds that a test may take, without its fixtures."""
+BUILDING = 1500.0
+"""Seconds that the fixtures of a test may take: some compile a hundred kernels."""
+GRACE = 60.0
+"""Seconds after which a process is ended whose test did not end by an exception at its limit."""
+
+# A busy machine is no failure: the time of an example says nothing.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 
 def why_no_gpu() -> str | None:
@@ -54,23 +66,84 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         # Side by side, files begin in the order of collection, not those with most tests first.
         config.option.loadscopereorder = False
-        # A process that a test has ended is not replaced: the new one would begin with the same test.
-        config.option.maxworkerrestart = "0"
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(NamedAtOnce(config))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[SCRATCH].cleanup()
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """End the process if a test hangs, whatever it waits for, and show what all threads do. Side by side, pytest-xdist
-    names the test and ends the run."""
+class NamedAtOnce:
+    """Prints the name of a failed test and the last line of its error when it happens: the run may be far from its
+    end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if not report.failed or terminal is None:
+            return
+        crash = getattr(report.longrepr, "reprcrash", None)
+        why = (crash.message if crash else str(report.longrepr)).strip().splitlines() or [""]
+        phase = "" if report.when == "call" else f" ({report.when})"
+        terminal.ensure_newline()
+        terminal.write_line(f"FAILED {report.nodeid}{phase}: {why[0][:300]}", red=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, sched: Any) -> None:
+    """The process that takes the place of one that has ended goes on behind the test that ended it: without this it
+    begins with the same test."""
+    for scope, tests in list(getattr(sched, "workqueue", {}).items()):
+        if crashitem in tests:
+            tests[crashitem] = True
+            if all(tests.values()):
+                del sched.workqueue[scope]
+
+
+@contextlib.contextmanager
+def limited(item: pytest.Item, seconds: float, what: str) -> Iterator[None]:
+    """Fail if what is inside takes longer. Where an exception does not end it, as in a call of C that waits, the
+    process ends later, after it has shown what all threads do; side by side, pytest-xdist then names the test, and
+    another process goes on behind it."""
+    messages = item.config.stash[MESSAGES]
+
+    def late(*_: object) -> None:
+        faulthandler.dump_traceback(messages)
+        pytest.fail(f"{what} took longer than {seconds:.0f} s, its limit")
+
+    before = signal.signal(signal.SIGALRM, late)
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=messages)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with limited(item, BUILDING, "what its fixtures make"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test's own time is limited, whatever it waits for."""
     limit = item.get_closest_marker("limit")
-    seconds = limit.args[0] if limit is not None else LIMIT
-    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[MESSAGES])
-    yield
-    faulthandler.cancel_dump_traceback_later()
+    with limited(item, limit.args[0] if limit is not None else LIMIT, "the test"):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    with limited(item, BUILDING, "what its fixtures end"):
+        return (yield)
 
 
 def pytest_report_header() -> str:
@@ -92,6 +165,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = why_no_gpu() if on_gpu else None
     for item in on_gpu if reason is not None else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def kernels_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of kernels that all test files share, also those that run in other processes: several look at the same
+    kernels, each at something else. A kernel is compiled by one of them."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if hasattr(request.config, "workerinput") else base) / "kernels"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TypeVar
 from chosen import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
-from deep_gemm.params import KernelParams
+from deep_gemm.params import GemmConfig, KernelParams
 
 Item = TypeVar("Item")
 
@@ -33,6 +33,22 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
         "store": (params.store, config.persistent, config.num_consumers),
     }
     return frozenset((params.kernel, kind, value) for kind, value in kinds.items())
+
+
+def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
+    """The features of any kernel: which it is, and among the GEMMs of its operands' dtype its scales, output, groups
+    and epilogue, and each way to work; among helpers of one name their options."""
+    kinds: dict[str, Hashable] = {name: getattr(params, name) for name in ("scaling", "output", "accumulate", "store")}
+    kinds |= {"grouping": params.grouping, "majors": params.majors}
+    kinds["epilogue"] = params.epilogue != "none", "swiglu" in params.epilogue, "fp8" in params.epilogue
+    among: Hashable = params.kernel
+    if isinstance(config := params.config, GemmConfig):
+        among = params.dtype
+        kinds["shared work"] = config.cluster_m * config.cluster_n > 1, config.cluster_k > 1, config.consumers_k > 1
+        kinds["loop"] = config.swap_ab, config.persistent, config.num_consumers, config.num_partials > 1
+    elif params.options:
+        kinds |= {"function": params.options[0]}
+    return frozenset({(params.kernel,), *((among, kind, value) for kind, value in kinds.items())})
 
 
 def cover(

@@ -29,7 +29,7 @@ class GpuRecord:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         narrowed = any("::" in argument for argument in session.config.args)
         options = session.config.option
-        if narrowed or options.keyword or options.markexpr or getattr(options, "lf", False):
+        if narrowed or options.keyword or options.markexpr not in ("", "not long") or getattr(options, "lf", False):
             return
         self.left = Counter(item.path.name for item in session.items if item.path.parent == self.directory)
 

@@ -1,11 +1,14 @@
 """What must not change unnoticed: binaries, signatures, refusals, and the configs and launches that are chosen.
 
-    python tests/house.py            compare the tree with tests/house.json; compiles every case, in both states of the
-                                     cubin edit, in some three minutes on two cores
-    python tests/house.py --write    write tests/house.json again
+    python tests/house.py            compare the tree with tests/house.json; compiles the kernels whose source key or
+                                     compiler differs from the record's
+    python tests/house.py --all      the same, and compile every kernel, in some three minutes on two cores
+    python tests/house.py --show     print whole what the record has digests of, or parts of it: --show families
+    python tests/house.py --write    write tests/house.json again, and compile what differs
 
 `tests/unit/test_house.py` compares all but the cubins, and the compile tests compare each cubin that they build. A
-change of the record is argued in the commit that makes it.
+change of the record is argued in the commit that makes it. After a conflict in the record take either side of it, and
+write it again.
 """
 
 from __future__ import annotations
@@ -16,18 +19,22 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+from chosen import entry
+from cover import cover, traits
 from house_refusals import digest, refusals
 
 import deep_gemm
 from deep_gemm import kernels, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import DeepGemmError
+from deep_gemm.jit import Builder
 from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.compilers import choose
 from deep_gemm.kernels import ffma_bursts
@@ -40,22 +47,48 @@ from deep_gemm.settings import settings
 from deep_gemm.spec import Accumulate, Dtype, GemmSpec, Grouping, Operand, Scaling, align, ceil_div
 
 FILE = Path(__file__).parent / "house.json"
+WRITE = "If that is meant, run `python tests/house.py --write` and say why in the commit."
 CARDS = {"H100": ("NVIDIA H100 80GB HBM3", 132), "H200": ("NVIDIA H200", 132), "H20": ("NVIDIA H20", 78)}
 """The cards for which configs are chosen; the last one has no calibration of its own."""
 DRAWN = 3000
-PER_CHUNK = 500
+PER_CHUNK = 100
 
 
 # ------------------------------------------------------------------------------------------------ binaries
 
 
+@functools.cache
 def cases() -> dict[str, KernelParams]:
     """Every case of every family, by the name of its kernel."""
-    return {kernel.entry(params): params for kernel in kernels.registry().values() for params in kernel.cases()}
+    return {entry(params): params for kernel in kernels.registry().values() for params in kernel.cases()}
 
 
-def source_digest(params: KernelParams) -> str:
-    return digest(engine.build_request(params).source)
+@functools.cache
+def keys() -> dict[str, str]:
+    """The source key of each case: of its source, of all headers that it reaches, and of the flags."""
+    builder = Builder(None)
+    return {name: builder.source_key(engine.build_request(params))[:12] for name, params in cases().items()}
+
+
+@functools.cache
+def unchanged() -> frozenset[str]:
+    """The cases that the record's compiler would compile to the record's cubins, since their keys are equal."""
+    data = recorded()
+    if data["compiler"] != compiler():
+        return frozenset()
+    return frozenset(name for name, key in keys().items() if data["binaries"].get(name, "").split(" ")[0] == key)
+
+
+@functools.cache
+def covering() -> frozenset[str]:
+    """Some 60 cases that have every feature of a kernel, which are compiled whatever has changed."""
+    return frozenset(entry(params) for params in cover(list(cases().values()), traits))
+
+
+def is_compiled_always(params: KernelParams) -> bool:
+    """Whether ``make test`` compiles a case: one of the cover, or that is not as recorded."""
+    name = entry(params)
+    return name in covering() or name not in unchanged()
 
 
 def compiler() -> str:
@@ -64,15 +97,16 @@ def compiler() -> str:
         return choose().identity
 
 
-def cubins(params: KernelParams) -> tuple[str, str]:
-    """Digests of the cubin before and after the edit of the FFMA hints; equal if this kernel is not edited."""
+def cubins(params: KernelParams) -> str:
+    """Digests of the cubin before and after the edit of the FFMA hints; one if this kernel is not edited."""
     request = engine.build_request(params)
     with settings.override(use_nvrtc=True):
         found = choose()
         compiled = found.compile(
             request.name, request.source, f"{request.name}.cu", found.flags(params.arch), deep_gemm_include()
         )
-    return digest(compiled.cubin), edited(params, compiled.cubin, request.name)
+    both = digest(compiled.cubin), edited(params, compiled.cubin, request.name)
+    return " ".join(dict.fromkeys(both))
 
 
 def edited(params: KernelParams, cubin: bytes, name: str) -> str:
@@ -83,12 +117,16 @@ def edited(params: KernelParams, cubin: bytes, name: str) -> str:
     return digest(cubin if post_pass is None else post_pass.apply(cubin, name))
 
 
-def as_recorded(binary: Binary) -> bool:
-    """Whether the cubin of a case is the recorded one. Another compiler may compile other code."""
+def unlike_the_record(binary: Binary) -> str:
+    """How the cubin of a case differs from the recorded one, as a sentence; "" if it does not. Another compiler may
+    compile other code."""
     data = recorded()
     if binary.compiler != data["compiler"]:
-        return True
-    return digest(binary.cubin) == data["binaries"][binary.name].split()[2]
+        return ""
+    if not (known := data["binaries"].get(binary.name)):
+        return f"tests/house.json has no kernel {binary.name}. {WRITE}"
+    same = digest(binary.cubin) == known.split()[-1]
+    return "" if same else f"The cubin of {binary.name} is not the recorded one. {WRITE}"
 
 
 def deep_gemm_include() -> Path:
@@ -316,51 +354,97 @@ def choices(chunk: int) -> list[list[str]]:
 
 # ------------------------------------------------------------------------------------------------ the file
 
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "signatures": signatures,
+    "refusals": refusals,
+    "families": families,
+    "choices": lambda: {chunk_name(chunk): choices(chunk) for chunk in range(DRAWN // PER_CHUNK)},
+}
+"""Of the last three the record has digests, by function, by family, and by chunk of specs."""
+
+
+def chunk_name(chunk: int) -> str:
+    return f"{chunk * PER_CHUNK}-{(chunk + 1) * PER_CHUNK - 1}"
+
 
 @functools.cache
 def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text())
 
 
-def recorded_choices(chunk: int) -> list[list[str]]:
-    """As `choices` returns them: in the file, kernels are indices into a list of names."""
-    data = recorded()
-    rows = [row.split() for row in data["choices"][chunk * PER_CHUNK : (chunk + 1) * PER_CHUNK]]
-    return [[*(data["names"][int(each)] for each in row[:-1]), row[-1]] for row in rows]
+def brief(part: str, found: dict[str, Any]) -> dict[str, str]:
+    """What the record has of a part."""
+    return {name: _brief(part, value) for name, value in found.items()}
 
 
-def made(with_cubins: bool) -> dict[str, Any]:
-    known, every = cases(), [row for chunk in range(DRAWN // PER_CHUNK) for row in choices(chunk)]
-    names = sorted({name for row in every for name in row[:-1]})
-    place = {name: str(index) for index, name in enumerate(names)}
-    rest = {
-        "compiler": compiler(),
-        "signatures": signatures(),
-        "refusals": refusals(),
-        "families": families(),
-        "names": names,
-        "choices": [" ".join((*(place[name] for name in row[:-1]), row[-1])) for row in every],
-    }
-    binaries = {name: source_digest(params) for name, params in known.items()}
-    if with_cubins:
-        with ThreadPoolExecutor(2) as pool:
-            both = dict(zip(known, pool.map(cubins, known.values()), strict=True))
-        binaries = {name: " ".join((binaries[name], *both[name])) for name in known}
-    return {"binaries": dict(sorted(binaries.items())), **rest}
+def _brief(part: str, value: Any) -> str:
+    if part == "signatures":
+        return str(value)
+    if part == "families":  # each answer for itself, with its number
+        return ", ".join(f"{key} {each if isinstance(each, str) else numbered(each)}" for key, each in value.items())
+    return numbered(value)
+
+
+def numbered(values: Any) -> str:
+    return f"{len(values)} {digest(json.dumps(values))}"
+
+
+def differences(part: str, found: dict[str, str], only: Container[str] | None = None) -> str:
+    """What of a part, or ``only`` of some, is not as recorded, in sentences; "" if all of it is."""
+    known = {name: each for name, each in recorded()[part].items() if only is None or name in only}
+    if not (wrong := [name for name in {**known, **found} if known.get(name) != found.get(name)]):
+        return ""
+    lines = [
+        f"  {name}: recorded is {known.get(name, 'nothing')}, and now it is {found.get(name, 'nothing')}"
+        for name in wrong[:8]
+    ]
+    show = f"`python tests/house.py --show {part}` prints them whole, also in an older checkout. "
+    first = f"{len(wrong)} of {len(known)} {part} are not those of tests/house.json, by digest:"
+    return "\n".join([first, *lines, (show if part in PARTS else "") + WRITE])
+
+
+def shown_whole(parts: list[str]) -> Iterator[str]:
+    """Everything that the record has digests of, one thing a line, so that two outputs can be compared by `diff`."""
+    for part in parts:
+        for name, value in PARTS[part]().items():
+            if part == "choices":
+                first = int(name.split("-")[0])
+                yield from (
+                    f"choice {first + at}: {' '.join(row)}   {draw(first + at)}" for at, row in enumerate(value)
+                )
+            elif isinstance(value, dict):
+                for key, each in value.items():
+                    yield from (f"{part} of {name}: {key}: {x}" for x in (each if isinstance(each, list) else [each]))
+            else:
+                yield f"{part}: {name}{value}"
+
+
+def binaries(every: bool) -> dict[str, str]:
+    """The key and the digests of each case. Those of the record hold where its key and its compiler do, or with
+    ``every`` all are compiled."""
+    known: frozenset[str] = frozenset() if every else unchanged()
+    found = {name: recorded()["binaries"][name] for name in known}
+    changed = [name for name in cases() if name not in known]
+    with ThreadPoolExecutor(2) as pool:
+        digests = pool.map(cubins, [cases()[name] for name in changed])
+        found |= {name: f"{keys()[name]} {each}" for name, each in zip(changed, digests, strict=True)}
+    return dict(sorted(found.items()))
+
+
+def main(arguments: list[str]) -> int:
+    torch.set_num_threads(1)  # threads of small tensors wait by spinning
+    if "--show" in arguments:
+        print(*shown_whole([each for each in arguments if each in PARTS] or list(PARTS)), sep="\n")
+        return 0
+    found: dict[str, Any] = {"compiler": compiler(), "binaries": binaries("--all" in arguments)}
+    found |= {part: brief(part, make()) for part, make in PARTS.items()}
+    wrong = [text for part in ("binaries", *PARTS) if (text := differences(part, found[part]))]
+    print(*wrong or ["The tree is as recorded."], sep="\n")
+    if "--write" in arguments:
+        FILE.write_text(json.dumps(found, indent=0) + "\n")
+        return 0
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    found = made(with_cubins=True)
-    if "--write" in sys.argv:
-        FILE.write_text(json.dumps(found, indent=0) + "\n")
-    else:
-        before = recorded()
-        different = [key for key in found if found[key] != before[key]]
-        for key in different:
-            old, new = before[key], found[key]
-            if isinstance(old, dict):
-                changed_keys = [each for each in {**old, **new} if old.get(each) != new.get(each)]
-                print(f"{key}: {len(changed_keys)} differ, such as {changed_keys[:5]}")
-            else:
-                print(f"{key}: differs")
-        sys.exit(bool(different))
+    sys.exit(main(sys.argv[1:]))

@@ -13,10 +13,12 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from chosen import argument_names, entry
 from cover import cover
+from house import is_compiled_always
 from listings import Listings
 
 from deep_gemm.jit import Binary, Builder
@@ -119,9 +121,12 @@ Builds = Callable[[str, KernelParams], Built]
 
 
 @contextlib.contextmanager
-def builds_of(root: Path, cases: dict[str, list[KernelParams]]) -> Iterator[Builds]:
-    """Kernels built by a compiler, of which ``cases`` has its cases. All of them are compiled when the first one is
-    needed."""
+def builds_of(root: Path, request: pytest.FixtureRequest) -> Iterator[Builds]:
+    """Kernels built by a compiler: those of the tests of a file that run, all of them when the first one is needed."""
+    asked: list[Any] = [each for each in request.session.items if each.path == request.path]
+    cases: dict[str, list[KernelParams]] = {kind: [] for kind in KINDS}
+    for kind, params in dict.fromkeys((each.callspec.params["kind"], each.callspec.params["params"]) for each in asked):
+        cases[kind].append(params)
     with contextlib.ExitStack() as stack:
         started: dict[str, dict[KernelParams, Future[Built]]] = {}
 
@@ -134,10 +139,19 @@ def builds_of(root: Path, cases: dict[str, list[KernelParams]]) -> Iterator[Buil
 
 
 def each_of(cases: Iterable[KernelParams], known: dict[str, list[KernelParams]]) -> pytest.MarkDecorator:
-    """Parametrises a test with these cases compiled by NVRTC, and some of them also by NVCC."""
+    """Parametrises a test with these cases compiled by NVRTC, and some of them also by NVCC. Those of NVCC are long,
+    and so are those of NVRTC whose source key and compiler are the recorded ones: they compile to the recorded
+    cubin."""
     listed = list(cases)
     pairs = [(kind, params) for kind in KINDS for params in listed if params in known[kind]]
-    return pytest.mark.parametrize(("kind", "params"), pairs, ids=[f"{kind}-{entry(params)}" for kind, params in pairs])
+    return pytest.mark.parametrize(
+        ("kind", "params"),
+        [
+            pytest.param(kind, params, id=f"{kind}-{entry(params)}", marks=() if is_short else pytest.mark.long)
+            for kind, params in pairs
+            for is_short in [kind == "nvrtc" and is_compiled_always(params)]
+        ],
+    )
 
 
 def upright(params: KernelParams) -> GemmConfig | None:

@@ -13,6 +13,8 @@ import pytest
 
 from deep_gemm.settings import child_environment
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 PARTS = re.split(r"^## ", (ROOT / "docs" / "adding.md").read_text(), flags=re.M)[1:]
 MOST = {"An activation": 2, "A tensor of an epilogue": 4, "A kernel and its operation": 3}

@@ -202,6 +202,7 @@ def test_two_versions_share_a_root(tmp_path: Path, start: Start, differ: str) ->
 # ---- a limit that several processes keep
 
 
+@pytest.mark.long
 def test_eight_processes_evict_at_once(tmp_path: Path, start: Start) -> None:
     root, gate = tmp_path / "root", tmp_path / "gate"
     limited = {**os.environ, "DG_JIT_CACHE_LIMIT": "20kB"}
@@ -263,7 +264,7 @@ def usable(kind: str) -> None:
         pytest.skip(f"there is no usable {kind} here")
 
 
-@pytest.mark.parametrize("kind", ["nvrtc", "nvcc"])
+@pytest.mark.parametrize("kind", ["nvrtc", pytest.param("nvcc", marks=pytest.mark.long)])
 def test_killed_inside_a_real_compiler(
     tmp_path: Path, start: Start, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

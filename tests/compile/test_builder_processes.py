@@ -28,6 +28,7 @@ def test_sixteen_processes_compile_one_key_once(tmp_path: Path, start: Start) ->
     assert sum(answer["wrong"] for answer in results) == 0
 
 
+@pytest.mark.long
 def test_64_processes_compile_20_keys_once_each(tmp_path: Path, start: Start) -> None:
     """Like the ranks of a node and their workers at startup. Each has its own order of keys."""
     gate = tmp_path / "gate"
@@ -42,6 +43,7 @@ def test_64_processes_compile_20_keys_once_each(tmp_path: Path, start: Start) ->
     assert sum(answer["wrong"] for answer in results) == 0
 
 
+@pytest.mark.long
 def test_eight_writers_of_25_keys_with_readers(tmp_path: Path, start: Start) -> None:
     gate = tmp_path / "gate"
     workers = [start(gate=str(gate), seconds=0.002, keys=25, seed=i) for i in range(8)]
@@ -57,6 +59,7 @@ def test_eight_writers_of_25_keys_with_readers(tmp_path: Path, start: Start) -> 
     assert DiskCache(tmp_path / "root").info()["entries"] == 25
 
 
+@pytest.mark.long
 def test_eviction_during_reads(tmp_path: Path, start: Start) -> None:
     workers = [start(keys=5, seed=i, repeat_for=1.5) for i in range(3)]
     cache = DiskCache(tmp_path / "root")

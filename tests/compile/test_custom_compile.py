@@ -191,6 +191,7 @@ def test_an_expression_without_a_value_does_not_compile(body: str, says: str, ki
 FAMILIES = [family for family in GEMMS if family.has_epilogues and family.groupings == ("none",)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_an_expression_costs_registers_only_for_what_it_uses(family: GemmFamily) -> None:
     """One that is an activation of ours takes as many instructions."""

@@ -15,6 +15,8 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
 
+pytestmark = pytest.mark.long
+
 CONFIGS = [
     find_config(PLAIN, block_m=128, block_n=128),
     find_config(PLAIN, block_m=128, block_n=192),  # columns in two segments, each with a map

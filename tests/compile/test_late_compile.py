@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from forced import compiled, nvrtc
 from late_loaders import KERNELS, late_headers
 
 from deep_gemm.jit import Builder
+
+pytestmark = pytest.mark.long
 
 
 def test_kernels_with_late_loaders_compile(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from deep_gemm.kernels.helpers import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 
+pytestmark = pytest.mark.long
+
 MODULES: tuple[Any, ...] = (
     mutations,
     scaled_mutations,

@@ -14,6 +14,8 @@ from deep_gemm.jit.compilers import Compiler
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.runtime import engine
 
+pytestmark = pytest.mark.long
+
 IN_L2 = 65536
 """The most bytes of weights that a CTA prefetches."""
 

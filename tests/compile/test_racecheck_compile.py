@@ -14,6 +14,8 @@ from racecheck_headers import RACES, Race, racecheck_headers
 from deep_gemm.jit import Builder
 from deep_gemm.runtime import engine
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     "name",

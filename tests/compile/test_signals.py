@@ -29,6 +29,8 @@ from deep_gemm.jit.generator import include_dir
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
+pytestmark = pytest.mark.long
+
 WORKER = Path(__file__).parents[1] / "signal_worker.py"
 LIMIT = 60.0  # seconds; more than a busy machine takes, so a longer time is a hang
 

@@ -16,6 +16,8 @@ from containers import read_only
 
 from deep_gemm.settings import child_environment
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "static_wheel"
 

@@ -13,6 +13,8 @@ from deep_gemm.jit import Builder, sass
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
 
+pytestmark = pytest.mark.long
+
 
 def divisions_between_products(kernels_root: Path, config: GemmConfig) -> list[str]:
     """The integer multiplications for upper halves, which locate a tile in the order, between the first and the last

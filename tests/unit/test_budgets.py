@@ -27,6 +27,8 @@ from deep_gemm.runtime import engine
 from deep_gemm.select import representatives
 from deep_gemm.spec import PrenormSpec
 
+pytestmark = pytest.mark.long
+
 _LLAMA_3: dict[str, int | str] = {"num_key_value_heads": 8, "torch_dtype": "bfloat16"}
 LLAMA_3: dict[str, dict[str, int | str]] = {
     "8B": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},

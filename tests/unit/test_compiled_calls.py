@@ -25,6 +25,16 @@ EMPTY = ("retract_constant", "tensor_map")
 
 TRACED = [name for name in CALLS if name not in REFUSED and not name.startswith("testing.")]
 
+FIRST = {name.split(" ")[0]: name for name in reversed(TRACED)}
+"""One call of each function: the others are long, and so are graphs of one M."""
+
+GRAPHS = [
+    pytest.param(name, dynamic, id=f"{name}-{kind}", marks=() if is_short else pytest.mark.long)
+    for name in TRACED
+    for dynamic, kind in ((False, "static"), (True, "dynamic"))
+    for is_short in [dynamic and name in FIRST.values()]
+]
+
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -53,8 +63,7 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize(("name", "dynamic"), GRAPHS)
 def test_a_public_function_is_one_graph_for_all_m(name: str, dynamic: bool) -> None:
     made = CALLS[name]
     backend = "aot_eager" if dynamic else "eager"
@@ -161,6 +170,7 @@ LAYERS = [added_1d1d, rowwise, masked_fp8, ends_of_groups, groups_of_k, scaled_b
 LAYERS += [finished, gated_to_fp8, aligned_scales]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_recipes_layouts_and_epilogues_are_one_graph_for_all_m(layer: Callable[[Tensor], Any]) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)

@@ -21,7 +21,7 @@ ROWS = (192, 208, 320, 464)
 """None is a size of the weights: sizes that are equal in the first call would be taken for one."""
 
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("fresh_compiler")]
 
 MADE: dict[str, Callable[[], Any]] = {
     **{name: lambda name=name: layer(name) for name in ("1x128", "mixed", "kept casts", "fused")},

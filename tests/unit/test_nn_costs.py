@@ -33,15 +33,18 @@ def test_a_step_enters_few_functions(gpu: FakeGpu, name: str, forward: int, back
     tensors stay alive, so that each step has addresses of its own and is a replay; which addresses a freed tensor
     leaves is up to the allocator, and a record of one that comes again enters fewer functions."""
     made = layer("1x128" if name == "bias" else name, bias=name == "bias", dtype=BF16)
-    counts, alive = [], list[Any]()
-    for _ in range(8):
+    alive = list[Any]()
+
+    def step() -> tuple[int, int]:
         x, dy, before = matrix(64, IN).requires_grad_(), matrix(64, OUT), len(gpu.launched)
-        entered = ours(lambda x=x: alive.append(made(x)))
-        entered_backward = ours(lambda dy=dy: alive[-1].backward(dy, retain_graph=True))
-        counts.append((len(entered), len(entered_backward)))
+        first = ours(lambda: alive.append(made(x)))
+        second = ours(lambda: alive[-1].backward(dy, retain_graph=True))
         assert [launch.kernel for launch in gpu.launched[before:]].count("gemm") == 3, "with the bias in the first"
-        alive += [x, dy, *(parameter.grad for parameter in made.parameters())]
+        alive.extend((x, dy, *(parameter.grad for parameter in made.parameters())))
         made.zero_grad(set_to_none=True)
+        return len(first), len(second)
+
+    counts = [step() for _ in range(8)]
     assert all(first <= forward and second <= backward for first, second in counts[3:]), counts
 
 

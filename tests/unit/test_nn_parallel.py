@@ -17,7 +17,7 @@ import torch
 from deep_gemm.nn import FP8Linear
 from deep_gemm.nn.parallel import gather_in_fp8
 
-pytestmark = pytest.mark.limit(100)
+pytestmark = [pytest.mark.long, pytest.mark.limit(100)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BLOCKS = "of a shard must be a multiple of 128, the size of a block of scales, but it is"
 WHOLE = "of a shard must be a whole number, but it is"

@@ -11,6 +11,8 @@ import torch
 
 import deep_gemm
 
+pytestmark = pytest.mark.long
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_model.py"
 CPU = "cpu"
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
