@@ -21,7 +21,7 @@ from deep_gemm.jit.cache.packs import Packs
 from deep_gemm.jit.cache.root import default_root
 from deep_gemm.jit.compilers.base import Compiled, Compiler, common_flags
 from deep_gemm.jit.driver.version import driver_release
-from deep_gemm.jit.forking import ForkLock
+from deep_gemm.jit.forking import ForkLock, late
 from deep_gemm.jit.generator import include_dir as default_include_dir
 from deep_gemm.jit.key import build_key, source_key
 from deep_gemm.log import log, say, warn_once
@@ -240,10 +240,8 @@ class Builder:
         return None
 
     def _forbidden(self, request: BuildRequest, source_key: str, on_disk: str, key: str = "") -> Exception:
-        from deep_gemm.jit.refusal import forbidden  # here, because few processes need it
-
         self._count("forbidden")
-        return forbidden(request, source_key, self.packs, on_disk, key)
+        return late("deep_gemm.jit.refusal").forbidden(request, source_key, self.packs, on_disk, key)
 
     def _compile_once(self, plan: _Plan) -> Binary:
         if settings.forbid_compile:
@@ -278,8 +276,7 @@ class Builder:
         if allowed is None or plan.disk is None or binary.source_path is None:
             return
         if binary.layer in ("compiled", "adopted"):
-            from deep_gemm.jit.cache import limit  # here, because most processes have no limit
-
+            limit = late("deep_gemm.jit.cache.limit")  # here, because most processes have no limit
             self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
 
     def _missed(self, plan: _Plan) -> None:
@@ -291,8 +288,7 @@ class Builder:
             self._count("corrupted")
 
     def _compile(self, plan: _Plan) -> Binary:
-        from deep_gemm.jit.source import source_file  # here: a process whose kernels are all known needs none
-
+        source_file = late("deep_gemm.jit.source").source_file  # here: if all kernels are known, nothing needs it
         self._missed(plan)
         request, looked = plan.request, time.perf_counter() - plan.start
         stored = plan.disk.reserve(plan.addresses[0], request.source) if plan.disk else None
@@ -335,8 +331,6 @@ class Builder:
         return self._memory.put(plan.memory_key, kept)
 
     def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
-        from deep_gemm.jit.disassembler import dumps
-
         meta = {
             "compiler": plan.compiler.identity,
             "source_key": plan.source_key,
@@ -355,7 +349,8 @@ class Builder:
             return
         try:
             source = plan.request.source.encode()
-            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, dumps(compiled))
+            dumps = late("deep_gemm.jit.disassembler").dumps(compiled)
+            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, dumps)
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
         if published is None:

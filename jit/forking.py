@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -52,6 +53,12 @@ def forget(descriptors: Iterable[int]) -> None:
         for number in descriptors:
             with contextlib.suppress(OSError):
                 os.dup2(nothing.fileno(), number, inheritable=False)
+
+
+def late(module: str) -> Any:
+    """A module that is imported where it is needed first. A fork waits meanwhile: its child would find the lock of the
+    module held by a thread that does not exist there, and wait for ever when it imports it too."""
+    return _imports.run(functools.partial(importlib.import_module, module))
 
 
 class ForkWaits:
@@ -110,3 +117,6 @@ class ForkWaits:
 
     def _occupied(self, now: float = -math.inf) -> bool:
         return any(mark.locked() and now < until for mark, until in self._marks.copy())
+
+
+_imports = ForkWaits()

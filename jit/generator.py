@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.forking import late
 
 if TYPE_CHECKING:
     import jinja2
@@ -37,8 +38,7 @@ def render(template: str, fields: Mapping[str, str | int | bool], directory: Pat
     Booleans become `true` and `false`. Raises InvalidInputError for a template that does not exist, a field that it
     uses and `fields` lacks, or a field of another type, since a guess would be a wrong kernel.
     """
-    import jinja2
-
+    jinja2 = late("jinja2")
     try:
         return _environment(directory or template_dir()).get_template(template).render(fields)
     except jinja2.TemplateNotFound as error:
@@ -97,9 +97,7 @@ def _no_jinja(template: str, error: jinja2.TemplateSyntaxError) -> InvalidInputE
 
 def variables(template: str, directory: Path | None = None) -> frozenset[str]:
     """The names that `template`, and whatever it includes, expects from outside."""
-    import jinja2
-    from jinja2 import meta
-
+    jinja2, meta = late("jinja2"), late("jinja2.meta")
     environment = _environment(directory or template_dir())
     assert environment.loader is not None
     names: set[str] = set()
@@ -125,10 +123,8 @@ def variables(template: str, directory: Path | None = None) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8)
 def _environment(directory: Path) -> jinja2.Environment:
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    return ImmutableSandboxedEnvironment(
+    jinja2 = late("jinja2")
+    return late("jinja2.sandbox").ImmutableSandboxedEnvironment(
         loader=jinja2.FileSystemLoader(directory),
         undefined=jinja2.StrictUndefined,
         finalize=_to_cpp,

@@ -88,9 +88,8 @@ class NamedAtOnce:
             return
         crash = getattr(report.longrepr, "reprcrash", None)
         why = (crash.message if crash else str(report.longrepr)).strip().splitlines() or [""]
-        phase = "" if report.when == "call" else f" ({report.when})"
-        terminal.ensure_newline()
-        terminal.write_line(f"FAILED {report.nodeid}{phase}: {why[0][:300]}", red=True)
+        phase = "" if report.when in ("call", "???") else f" ({report.when})"
+        terminal.write(f"\nFAILED {report.nodeid}{phase}: {why[0][:300]}\n", red=True)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -115,14 +114,16 @@ def limited(item: pytest.Item, seconds: float, what: str) -> Iterator[None]:
         faulthandler.dump_traceback(messages)
         pytest.fail(f"{what} took longer than {seconds:.0f} s, its limit")
 
-    before = signal.signal(signal.SIGALRM, late)
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=messages)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    if is_free := signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:  # a few tests and fixtures have their own handler
+        signal.signal(signal.SIGALRM, late)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        if is_free and signal.getsignal(signal.SIGALRM) is late:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,6 +79,27 @@ def kill(worker: subprocess.Popen[str]) -> None:
     """Send SIGKILL and wait until the process is gone."""
     worker.kill()
     worker.wait()
+
+
+def end_those_in(folder: Path) -> None:
+    """End all processes that work in a folder: compilers whose parent was killed run on, on a busy machine for
+    minutes."""
+
+    def found() -> list[int]:
+        pids = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if Path(os.readlink(process / "cwd")).is_relative_to(folder):
+                    pids.append(int(process.name))
+        return pids
+
+    def ended() -> bool:
+        for pid in (pids := found()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not pids
+
+    wait_for(ended)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

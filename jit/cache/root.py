@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from deep_gemm.jit.cache.files import Folder, LinkError, UnsafeError, absolute
+from deep_gemm.jit.forking import late
 from deep_gemm.settings import settings
 
 
@@ -20,10 +21,8 @@ def default_root() -> Path | None:
             return home / ".deep_gemm"
     except (RuntimeError, OSError):
         pass
-    import platformdirs
-
     try:
-        root = Path(platformdirs.user_cache_dir("deep_gemm", appauthor=False))
+        root = Path(late("platformdirs").user_cache_dir("deep_gemm", appauthor=False))
     except (RuntimeError, OSError, KeyError):
         return None
     return root if root.is_absolute() else None

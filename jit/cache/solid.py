@@ -31,6 +31,7 @@ from typing import Any
 
 from deep_gemm.jit.cache import files
 from deep_gemm.jit.cache.packable import Kernel, Packable, version_of
+from deep_gemm.jit.forking import late
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
 
@@ -224,7 +225,7 @@ def filters(lzma: Any, **options: int) -> list[dict[str, int]]:
 def _decompressed(content: bytes, size: int) -> bytes:
     """Raises ValueError for content that is not `size` bytes when it is unpacked, and where Python has no lzma."""
     try:
-        import lzma
+        lzma = late("lzma")
     except ImportError as error:
         raise ValueError(f"this Python was built without lzma, which unpacks it ({error})") from error
     if size > _MOST:

@@ -13,7 +13,7 @@ from typing import Any
 from deep_gemm.errors import DriverError
 from deep_gemm.jit.driver import version as _version
 from deep_gemm.jit.driver.version import driver_release, driver_version
-from deep_gemm.jit.forking import ForkLock
+from deep_gemm.jit.forking import ForkLock, late
 
 __all__ = ["call", "check", "cuda", "driver_release", "driver_version", "initialise", "library_function", "unknown"]
 
@@ -63,7 +63,7 @@ def cuda() -> Any:
             name="CUDA_ERROR_NO_DEVICE",
         )
     try:
-        from cuda.bindings import driver
+        driver = late("cuda.bindings.driver")
     except ImportError as error:
         raise DriverError(
             f"The package cuda-python cannot be imported ({error}). Run `pip install 'cuda-python>=12.9,<14'`."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from jit_fakes import builder, compilations, request
-from processes import Start, kill, reachable_path, result, said, wait_for
+from processes import Start, end_those_in, kill, reachable_path, result, said, wait_for
 
 from deep_gemm.jit import Builder
 from deep_gemm.jit.cache.disk import DiskCache
@@ -278,6 +277,7 @@ def test_killed_inside_a_real_compiler(
         wait_for(lambda: any(scratch.glob("deep_gemm-tool-*")))
     time.sleep(0.1)
     kill(victim)
+    end_those_in(scratch)
     root = tmp_path / "root"
     assert entries(root) == 0, "it was to be killed before it had compiled"
 
@@ -292,18 +292,12 @@ def test_killed_inside_a_real_compiler(
     assert Builder(root, compiler, Path("/no-headers")).build(request(source=SLOW)).layer == "disk"
     assert list((root / "tmp").iterdir()) == []
 
-    def swept() -> bool:
-        # The victim's nvcc may have continued for a while, and changed the time of its folder.
-        left = list(scratch.glob("deep_gemm-*"))
-        for folder in left:
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(folder, (0, 0))
-        if left:
-            again = Nvcc(compiler.path)
-            Builder(root, again, Path("/no-headers")).build(request(source=SMALL + f"// {time.monotonic_ns()}\n"))
-        return not list(scratch.glob("deep_gemm-*"))
-
-    wait_for(swept)
+    # The next NVCC sweeps the folders of those that have ended.
+    for folder in scratch.glob("deep_gemm-*"):
+        os.utime(folder, (0, 0))
+    if kind == "nvcc":
+        Builder(root, Nvcc(compiler.path), Path("/no-headers")).build(request(source=SMALL))
+    assert not list(scratch.glob("deep_gemm-*"))
 
 
 def test_killed_with_a_forked_child_that_lives_on(tmp_path: Path, start: Start) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from forced import compiled, nvrtc
 from late_loaders import KERNELS, late_headers
 

@@ -3,6 +3,7 @@ a thread is inside a library with locks."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import json
@@ -22,13 +23,14 @@ from cuda.bindings import driver as bindings
 from driver_fakes import OK, FakeDriver
 
 from deep_gemm.errors import DeepGemmError, DriverError
+from deep_gemm.jit import forking
 from deep_gemm.jit.cache import locks
 from deep_gemm.jit.cache.files import Folder
 from deep_gemm.jit.cache.locks import take
 from deep_gemm.jit.driver import api
 from deep_gemm.jit.driver.launch import Launch, LaunchShape
 from deep_gemm.jit.driver.module import Function, load_function
-from deep_gemm.jit.forking import ForkWaits
+from deep_gemm.jit.forking import ForkWaits, late
 
 SHAPE = LaunchShape((1, 1, 1), 128, 0)
 
@@ -141,6 +143,40 @@ def test_a_fork_waits_until_nobody_is_inside() -> None:
         thread.join()
     # Afterwards the parent can enter again.
     assert waits.run(lambda: 4) == 4
+
+
+def test_a_fork_waits_for_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that is forked while a thread imports a module finds the module's lock taken. In builds it waited for
+    ever, in 1 of 2 runs of all compile tests."""
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(0.5)\nvalue = 7\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    thread = threading.Thread(target=late, args=("slow_to_import",))
+    thread.start()
+    while "slow_to_import" not in sys.modules:
+        time.sleep(0.001)
+
+    def imported() -> None:
+        signal.alarm(20)
+        raise DriverError(str(late("slow_to_import").value))
+
+    assert in_child(imported) == "DriverError: 7"
+    thread.join()
+    del sys.modules["slow_to_import"]
+
+
+def test_builds_import_nothing_late_but_through_it() -> None:
+    """Imports inside of functions, where a thread may be while another one forks. Commands have none of it."""
+    package = Path(forking.__file__).parent
+    for path in package.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        inside = [
+            node.lineno
+            for function in ast.walk(tree)
+            if isinstance(function, ast.FunctionDef) and function.name != "__getattr__"
+            for node in ast.walk(function)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        ]
+        assert not inside or path.name == "maintenance.py", f"{path.relative_to(package)}: {inside}"
 
 
 def test_who_comes_during_a_fork_enters_after_it() -> None:
