@@ -45,7 +45,7 @@ demo: $(STAMP)
 	cd tests && $(RUN) -m deep_gemm demo
 
 test: SELECT := -m "not long"
-test test-all: $(STAMP)
+test-all test: $(STAMP)
 	cd tests && $(RUN) -m pytest unit compile gpu $(SELECT) $(PARALLEL) $(PYTEST_ARGS)
 
 faults: $(STAMP)
