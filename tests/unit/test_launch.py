@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from chosen import find_config, make_params
 from forced import spec_of
-from house import numbers, strides
+from house_choices import numbers, strides
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rasters import located
