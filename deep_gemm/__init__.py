@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from deep_gemm.operators import register_operators
     from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.ops.epilogue import Epilogue
+    from deep_gemm.ops.fp4_reference import cast_back_from_fp4, per_token_cast_to_fp4, transpose_packed_fp4
     from deep_gemm.options import (
         get_batch_invariant,
         get_block_size_multiple_of,
@@ -133,6 +134,7 @@ __all__ = [
     "bf16_gemm_tt",
     "bf16_m_grouped_gemm_nt_masked",
     "cache_info",
+    "cast_back_from_fp4",
     "ceil_div",
     "ceil_to_ue8m0",
     "compat",
@@ -202,6 +204,7 @@ __all__ = [
     "per_block_cast_to_fp8",
     "per_channel_cast_to_fp8",
     "per_custom_dims_cast_to_fp8",
+    "per_token_cast_to_fp4",
     "per_token_cast_to_fp8",
     "precompile",
     "quantize",
@@ -219,6 +222,7 @@ __all__ = [
     "testing",
     "tf32_hc_prenorm_gemm",
     "transform_sf_into_required_layout",
+    "transpose_packed_fp4",
     "tuning",
     "use_deterministic_algorithms",
     "utils",
@@ -323,6 +327,7 @@ _LATE = {
         "per_custom_dims_cast_to_fp8",
     ),
     "deep_gemm.ops.epilogue": ("Epilogue",),
+    "deep_gemm.ops.fp4_reference": ("cast_back_from_fp4", "per_token_cast_to_fp4", "transpose_packed_fp4"),
     "deep_gemm.quantize": (
         "per_block_cast_to_fp8",
         "per_channel_cast_to_fp8",

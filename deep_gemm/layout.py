@@ -151,11 +151,13 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
 def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
     sf: Tensor,
     grouped_layout: Tensor | None,
-    ks_cpu: Any,
-    gran_k: int,
+    ks_cpu: Any = None,
+    gran_k: int = SCALE_BLOCK,
     k_alignment: int | None = None,
     use_psum_layout: bool = False,
     use_padded_sf_layout: bool = False,
+    *,
+    ks: Any = None,
 ) -> Tensor:
     """The exponents of the scales of groups along K, four to an int32, as GPUs after Hopper read them.
 
@@ -166,6 +168,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
         gran_k: elements of K that share a scale.
         k_alignment, use_psum_layout, use_padded_sf_layout: None or any number, False and False. Other layouts are for
             GPUs after Hopper.
+        ks: another name of ks_cpu.
 
     Returns:
         int32, (sum of ceil(k / (4 gran_k)) over groups, mn), contiguous along mn, each row padded to a multiple of 16
@@ -187,6 +190,7 @@ def get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(
             "of each group as ks_cpu."
         )
     (gran_k,) = check_granularities("gran_k", (gran_k,), 1)
+    ks_cpu = ks_cpu if ks is None else checks.one_of_two("ks_cpu", ks_cpu, "ks", ks)
     what = f"a list of multiples of gran_k = {gran_k} whose sum is {gran_k} times the rows of sf"
     ks_cpu = checks.check_group_sizes(ks_cpu, what)
     if sf.dim() != 2 or sf.shape[0] * gran_k != sum(ks_cpu) or any(k % gran_k for k in ks_cpu):

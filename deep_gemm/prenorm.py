@@ -12,7 +12,7 @@ def tf32_hc_prenorm_gemm(a: Tensor, b: Tensor, d: Tensor, sqr_sum: Tensor, num_s
 
     b is rounded to TF32 (to nearest, ties to even, as torch does); a is exact. Sums are float32, and repeats give the
     same bits. With few rows many SMs take part too, each with a part of K. Under `set_batch_invariant` the parts do not
-    depend on M.
+    depend on M, and a row has the same bits whatever rows are beside it.
 
     Args:
         a: bf16 (M, K), contiguous along K. K is a multiple of 64.

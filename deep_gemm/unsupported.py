@@ -13,7 +13,6 @@ from deep_gemm.errors import UnsupportedError
 
 _TN = "FP8 products of MN-major groups. Call k_grouped_fp8_gemm_nt_contiguous with K-major ones"
 _MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
-_FP4 = "FP4. Hopper cannot multiply it"
 
 REASONS = {
     "k_grouped_fp8_gemm_tn_contiguous": _TN,
@@ -22,9 +21,6 @@ REASONS = {
     "transform_weights_for_mega_moe": _MEGA_MOE,
     "fp8_fp4_mega_moe": _MEGA_MOE,
     "bf16_mega_moe": _MEGA_MOE,
-    "per_token_cast_to_fp4": _FP4,
-    "cast_back_from_fp4": _FP4,
-    "transpose_packed_fp4": _FP4,
 }
 """What this version lacks, by name, and what to do instead."""
 

@@ -257,6 +257,11 @@ CALLS: dict[str, PublicCall] = {
         for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8")
     },
     "per_custom_dims_cast_to_fp8": torch_does(deep_gemm.per_custom_dims_cast_to_fp8, (0,), False, x=((M, K), F32)),
+    "per_token_cast_to_fp4": torch_does(deep_gemm.per_token_cast_to_fp4, True, 32, x=((M, K), F32)),
+    "cast_back_from_fp4": torch_does(
+        deep_gemm.cast_back_from_fp4, 32, packed=((N, K // 2), U8), sf=((N, K // 32), F32)
+    ),
+    "transpose_packed_fp4": torch_does(deep_gemm.transpose_packed_fp4, a=((N, K // 2), U8)),
     "dequantise": torch_does(deep_gemm.dequantise, x=((M, K), E4M3), sf=((M, 2), F32)),
     "dequantise MXFP4": torch_does(deep_gemm.dequantise, x=((N, K // 2), U8), sf=((N, K // 32), U8)),
     "ceil_to_ue8m0": torch_does(deep_gemm.ceil_to_ue8m0, x=((M, K), F32)),

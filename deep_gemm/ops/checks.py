@@ -67,6 +67,13 @@ def check_alignment(alignment: Any) -> int:
     return found
 
 
+def one_of_two(name: str, value: Any, other: str, named: Any) -> Any:
+    """The value that an argument is given under its other name."""
+    if value is not None:
+        raise InvalidInputError(f"{name} and {other} are two names of one argument: give one of them.")
+    return named
+
+
 def check_group_sizes(ks: Any, what: str = "a list of K of each group, integers from 0 on") -> list[int]:
     """K of each group, whole numbers from 0 on."""
     if not isinstance(ks, (list, tuple)):

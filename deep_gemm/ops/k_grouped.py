@@ -273,8 +273,8 @@ def check_recipe(recipe: Any) -> Scalings:
 def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psum: Any, multiple: int = 1) -> Any:
     """K of each group, a multiple of ``multiple``, as a tensor beside d. Sizes on the host are checked, and copied if
     there is no tensor."""
-    ks = ks_cpu if ks is None else _one("ks_cpu", ks_cpu, "ks", ks)
-    layout = layout if ks_tensor is None else _one(LAYOUT, layout, "ks_tensor", ks_tensor)
+    ks = ks_cpu if ks is None else checks.one_of_two("ks_cpu", ks_cpu, "ks", ks)
+    layout = layout if ks_tensor is None else checks.one_of_two(LAYOUT, layout, "ks_tensor", ks_tensor)
     if psum:
         raise UnsupportedError("use_psum_layout is not supported by GEMMs grouped along K. Pass K of each group.")
     if isinstance(ks, (list, tuple)):  # checked in loops, by each call: `all` would call a generator for each group
@@ -310,13 +310,6 @@ def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psu
         raise InvalidInputError(f"ks_cpu or {LAYOUT} must be given: K of each group.")
     checks.check_tensor("d", d)
     return torch.tensor(ks, dtype=torch.int32, device=d.device)
-
-
-def _one(name: str, value: Any, other: str, named: Any) -> Any:
-    """The value that an argument is given under its other name."""
-    if value is not None:
-        raise InvalidInputError(f"{name} and {other} are two names of one argument: give one of them.")
-    return named
 
 
 fp8, padded, bf16 = (entry(KGrouped(x), KGrouped(x, accumulates=True)) for x in (K_FP8, K_PADDED, K_BF16))

@@ -217,16 +217,20 @@ def test_prenorm(m: int, n: int, k: int, splits: int | None) -> None:
 
 
 def test_prenorm_under_batch_invariance() -> None:
+    """A row has the same bits in any batch, in any place of a tile and beside NaN."""
     x = prenorm(1500, 24, 4096, None)
     deep_gemm.set_batch_invariant(True)
     try:
         products(x, None)
-        few = x | {"a": x["a"][:3], "d": x["d"].new_empty(3, 24), "sqr_sum": x["d"].new_empty(3)}
-        products(few, None)
+        for first, last in ((0, 3), (701, 704), (37, 137), (1499, 1500)):
+            for before in (0, 1, 8, 61):
+                a = torch.cat([x["a"][:1].expand(before, -1) * float("nan"), x["a"][first:last]])
+                few = x | {"a": a, "d": x["d"].new_empty(len(a), 24), "sqr_sum": x["d"].new_empty(len(a))}
+                products(few, None)
+                assert torch.equal(few["d"][before:], x["d"][first:last])
+                assert torch.equal(few["sqr_sum"][before:], x["sqr_sum"][first:last])
     finally:
         deep_gemm.set_batch_invariant(False)
-    assert torch.equal(few["d"], x["d"][:3])
-    assert torch.equal(few["sqr_sum"], x["sqr_sum"][:3])
 
 
 def calls() -> dict[str, Callable[[], torch.Tensor]]:

@@ -10,10 +10,11 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import InvalidInputError, ops, select
+from deep_gemm import InvalidInputError, kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.ops.dense import Dense
 from deep_gemm.runtime import engine
+from deep_gemm.spec import PrenormSpec
 from deep_gemm.testing import random_operands
 
 PAIRS = [
@@ -54,6 +55,20 @@ def test_no_kernel_splits_k_while_it_is_on() -> None:
         split[value] = {choice.config.k_splits for spec in specs for choice in select.rank(spec, SM90)}
     assert split[True] == {1}
     assert max(split[False]) > 1
+
+
+def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on() -> None:
+    """Which parts K is summed in, and in which order, is in the config alone."""
+    configs = {}
+    for value in (False, True):
+        specs = [
+            PrenormSpec(m, 24, 28672, num_sms=sms, batch_invariant=value)
+            for m in (1, 33, 500, 8192)
+            for sms in (8, 132)
+        ]
+        configs[value] = {kernels.for_helper(spec, SM90).config_of(spec, SM90) for spec in specs}
+    assert len(configs[True]) == 1
+    assert len(configs[False]) > 1
 
 
 class Calls:

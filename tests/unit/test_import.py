@@ -34,6 +34,7 @@ NAMES = [
     "get_theoretical_mk_alignment_for_contiguous_layout",
     *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
     *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
+    *("per_token_cast_to_fp4", "cast_back_from_fp4", "transpose_packed_fp4"),
     *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
     *("fused", "quantize"),
     *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),

@@ -221,6 +221,18 @@ def test_exponents_of_k_groups_begin_a_word_for_each_group(mn: int, ks: list[int
                 assert torch.equal(group, expected.t())
 
 
+def test_sizes_of_k_groups_have_two_names() -> None:
+    pack = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
+    sf = 2.0 ** torch.randint(-20, 20, (7, 8))
+    wanted = pack(sf, None, [256, 640], 128)
+    assert torch.equal(pack(sf, None, ks=[256, 640], gran_k=128), wanted)
+    assert torch.equal(pack(sf, grouped_layout=None, ks=(256, 640)), wanted)
+    with pytest.raises(InvalidInputError, match="ks_cpu and ks are two names of one argument"):
+        pack(sf, None, [256, 640], 128, ks=[256, 640])
+    with pytest.raises(InvalidInputError, match="ks_cpu must be a list of multiples of gran_k = 128"):
+        pack(sf, None)
+
+
 def test_other_layouts_of_k_groups_are_refused_in_words() -> None:
     pack = deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor
     with pytest.raises(UnsupportedError, match="use_psum_layout and use_padded_sf_layout must be False"):
