@@ -3,16 +3,16 @@ is."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import reprlib
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.cache import files
 
 MAX_SIZE = 2**31 - 1
 """Kernels count rows and columns in 32-bit signed integers."""
@@ -105,18 +105,12 @@ def is_shape(text: str) -> bool:
     return re.fullmatch(r"\s*[0-9]+\s*([xX,]\s*[0-9]+\s*)+", text) is not None
 
 
-def open_file(path: Path) -> BinaryIO:
-    """A regular file, opened to read. Others are refused: to open a FIFO would wait for who writes it. Raises OSError,
-    and ValueError for a path with a zero byte."""
-
-    def opened(name: str, flags: int) -> int:
-        descriptor = os.open(name, flags | os.O_NONBLOCK)
-        if stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return descriptor
-        os.close(descriptor)
-        raise OSError("it is no regular file")
-
-    return open(path, "rb", opener=opened)
+@contextlib.contextmanager
+def open_file(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, to read. Others are refused: to open a FIFO would wait for who writes it. Raises OSError and
+    ValueError."""
+    with files.open_file(path) as held, open(held.fileno(), "rb", closefd=False) as file:
+        yield file
 
 
 def read_text(path: Path) -> str:

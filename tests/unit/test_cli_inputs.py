@@ -191,7 +191,7 @@ def test_rows_that_are_none(tmp_path: Path, text: str) -> None:
 def test_a_fifo_is_no_file(tmp_path: Path, command: Sequence[str], name: str) -> None:
     """To open one waits for ever."""
     os.mkfifo(tmp_path / name)
-    assert "it is no regular file" in refused(*command, tmp_path / name)
+    assert "it is not a regular file" in refused(*command, tmp_path / name)
 
 
 def test_rows_of_a_survey(tmp_path: Path) -> None:
