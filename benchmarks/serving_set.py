@@ -24,7 +24,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.bench import fit, survey
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import calibration, heuristic, rules
+from deep_gemm.select import calibration, heuristic
 from deep_gemm.select.model import features, parts, speed
 
 LARGE, LARGE_WEIGHT = 0.05, 2.0
@@ -79,7 +79,7 @@ def table(family: kernels.GemmFamily, files: Sequence[Path]) -> Table:
         asked, times = fit.timed(row, SM90, heuristic.legal)
         asked = heuristic.ranked_as(asked)
         fits = [config for config in times if config.family != family.name or config in family.legal(SM90)]
-        own = rules.worthwhile(family, asked, [config for config in fits if config.family == family.name])
+        own = family.offered(asked, [config for config in fits if config.family == family.name])
         if row["mode"] == "flush" and own:
             others = [config for config in select.candidates(asked, SM90) if config.family != family.name]
             offered = [*own, *(config for config in others if config in times)]

@@ -37,10 +37,18 @@ SM90 = ArchSpec(
 
 _ARCHS = {spec.name: spec for spec in (SM90,)}
 
+DEFAULT = SM90
+"""What kernels are compiled for where no GPU and no argument says another."""
+
 
 def names() -> tuple[str, ...]:
     """The architectures that have kernels."""
     return tuple(_ARCHS)
+
+
+def capabilities() -> tuple[tuple[int, int], ...]:
+    """Their compute capabilities."""
+    return tuple(spec.capability for spec in _ARCHS.values())
 
 
 def get(name: str) -> ArchSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .arch import SM90, device_sms
+from .arch import DEFAULT, device_sms
 from .errors import InvalidInputError
 from .settings import settings
 
@@ -221,4 +221,4 @@ def current() -> _Options:
 def _device_limit() -> int:
     import torch
 
-    return device_sms(torch.cuda.current_device()) if torch.cuda.is_available() else SM90.num_sms
+    return device_sms(torch.cuda.current_device()) if torch.cuda.is_available() else DEFAULT.num_sms

@@ -27,10 +27,10 @@ class Config:
 class GemmConfig(Config):
     """How a kernel of ``family`` computes a GEMM: its tile, its pipeline and its launch shape.
 
-    ``block_m x block_n x block_k`` is one CTA's tile. ``num_consumers`` warpgroups issue wgmma; one more warpgroup is
-    the producer. ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster: along m they share the B tile by multicast,
-    along n the A tile, and along k they split the K of one tile. Registers and shared memory are budgeted for
-    ``ctas_per_sm`` resident CTAs per SM.
+    ``block_m x block_n x block_k`` is one CTA's tile, which ``num_consumers`` warpgroups multiply.
+    ``cluster_m x cluster_n x cluster_k`` CTAs form a cluster: along m they share the B tile by multicast, along n the A
+    tile, and along k they split the K of one tile. Registers and shared memory are budgeted for ``ctas_per_sm``
+    resident CTAs per SM.
 
     ``swap_ab``: rows of B are the M of wgmma, and rows of A its N. Of its consumers, ``consumers_k`` multiply the same
     rows and take blocks of K in turn. ``num_partials`` sets of partial sums are promoted to float32 sums after every
@@ -89,11 +89,6 @@ class GemmConfig(Config):
     def cluster_size(self) -> int:
         """CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * self.cluster_k
-
-    @property
-    def num_threads(self) -> int:
-        """Threads in a CTA: the consumers and one producer warpgroup."""
-        return 128 * (self.num_consumers + 1)
 
     @property
     def k_splits(self) -> int:

@@ -11,6 +11,7 @@ from .records import record
 
 if TYPE_CHECKING:
     from .expression import Expression
+    from .spec import Dtype
 
 SWIGLU = "swiglu"
 """The activation of a product whose columns are a gate's and up's."""
@@ -41,7 +42,7 @@ class Part:
     name: str
     word: str
     axes: Literal["m", "n", "mn"]
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[Dtype, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def given(self, dtype: str | None) -> str | bool:

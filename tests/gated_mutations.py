@@ -6,7 +6,7 @@ from chosen import case
 from mutation import Mutation
 
 from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
-from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
+from deep_gemm.kernels.hopper.gated import FP8_GATED, HALF_GATED
 from deep_gemm.params import KernelParams
 
 _WIDE = 128, 256, (1, 1), 1, 1

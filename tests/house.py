@@ -36,8 +36,8 @@ from deep_gemm.arch import SM90
 from deep_gemm.jit import Builder
 from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.compilers import choose
-from deep_gemm.kernels import ffma_bursts
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.kernels.hopper import ffma_bursts
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine

@@ -110,7 +110,7 @@ def _chosen(spec: Spec, arch: archs.ArchSpec, rank: Callable[[GemmSpec], list[se
 
 def choose(
     shapes: Iterable[GemmShape],
-    arch: str = "sm_90a",
+    arch: str = archs.DEFAULT.name,
     num_sms: int | None = None,
     on: Iterable[Card] | None = None,
     layers: Iterable[Layer] = (),
@@ -147,7 +147,7 @@ def precompile(
     ep: int = 1,
     max_m: int = MAX_M,
     op: str = "",
-    arch: str = "sm_90a",
+    arch: str = archs.DEFAULT.name,
     num_sms: int | None = None,
     shard: tuple[int, int] | None = None,
     executor: Executor | None = None,
@@ -249,7 +249,7 @@ def work_of(
     ep: int = 1,
     max_m: int = MAX_M,
     op: str = "",
-    arch: str = "sm_90a",
+    arch: str = archs.DEFAULT.name,
     num_sms: int | None = None,
     allow_partial: bool = False,
     training: bool = False,

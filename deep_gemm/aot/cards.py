@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from deep_gemm import arch as archs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.select import calibration, sheets
 from deep_gemm.select.calibration import Calibration
@@ -67,7 +67,7 @@ def here() -> list[Card]:
 
     if torch.cuda.is_initialized():
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [Card(x.name, x.multi_processor_count) for x in found if (x.major, x.minor) == SM90.capability]
+        return [Card(x.name, x.multi_processor_count) for x in found if (x.major, x.minor) in archs.capabilities()]
     names = {match[1].strip() for text in _descriptions() if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE))}
     return [named(name) for name in sorted(names) if re.search(r"\bG?H[0-9]", name)]
 

@@ -30,7 +30,6 @@ from deep_gemm.kernels import groups
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.select import rules
 from deep_gemm.settings import settings
 from deep_gemm.spec import GemmSpec, Major
 
@@ -51,7 +50,7 @@ than more rows. All others take any size."""
 MAJORS: tuple[Major, ...] = ("k", "mn")
 
 
-def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
+def kernels_of(arch: str = archs.DEFAULT.name) -> list[KernelParams]:
     """All kernels that ship, those of a family next to each other."""
     spec = archs.get(arch)
     found: dict[KernelParams, None] = {}
@@ -65,20 +64,13 @@ def kernels_of(arch: str = archs.SM90.name) -> list[KernelParams]:
 
 
 def ranked(asked: GemmSpec, arch: ArchSpec) -> list[tuple[GemmFamily, GemmConfig]]:
-    """The kernels that the selector may choose for sizes such as those of ``asked``. Groups and few rows have too many
-    cases for a few sizes: all of them that fit are here."""
+    """The kernels that the selector may choose for sizes such as those of ``asked``; see `Template.shipped`."""
     found: list[tuple[GemmFamily, GemmConfig]] = []
     for family in kernels.for_spec(asked, arch):
         configs: Sequence[GemmConfig] = family.fitting(asked, family.configs(arch))
-        alone = asked.grouping == "none" and not family.rules.few_tokens
-        found += [(family, c) for c in (rules.worthwhile(family, asked, configs) if alone else configs)]
+        found += [(family, config) for config in family.rules.shipped(asked, configs, family.serving)]
     plain = {_place(config) for _, config in found if not config.swap_ab}
-    # Beside the same tile of another family, a swap-AB tile of many rows only transposes D as well.
-    return [each for each in found if not _is_turned(*each) or _place(each[1]) not in plain]
-
-
-def _is_turned(family: GemmFamily, config: GemmConfig) -> bool:
-    return config.swap_ab and not family.rules.few_tokens
+    return [(family, c) for family, c in found if not family.rules.yields(c) or _place(c) not in plain]
 
 
 def _place(config: GemmConfig) -> tuple[tuple[int, int], int, int]:

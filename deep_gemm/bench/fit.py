@@ -22,9 +22,8 @@ from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Speed
-from deep_gemm.select.model import features, parts
+from deep_gemm.select.model import features, parts, speeds
 from deep_gemm.select.power import BLOCK_BYTES, Power, draws
-from deep_gemm.select.rules import speeds
 from deep_gemm.spec import GemmSpec
 
 BOUNDS: dict[str, tuple[float, float]] = {

@@ -242,7 +242,7 @@ def _check(row: Row, where: str) -> None:
 @functools.cache
 def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
     """`name_of` on Hopper, remembered: names do not depend on sizes, so ``kind`` has some fixed ones."""
-    return name_of(config, kind, archs.get("sm_90a"))
+    return name_of(config, kind, archs.DEFAULT)
 
 
 LEFT_OUT = {
@@ -261,7 +261,7 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     choice, which might be the best. Returns how many rows were "kept", and how many for each reason in `LEFT_OUT`.
     """
     counts: Counter[str] = Counter()
-    arch, digest = archs.get("sm_90a"), source_digest()
+    arch, digest = archs.DEFAULT, source_digest()
     for row in load([path]):
         asked, device = ranked_as(spec_of(rows.shape_of(row), arch.num_sms)), row.get("device")
         ranked = select.rank(asked, arch, calibration.for_device(str(device)))

@@ -154,7 +154,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     from deep_gemm.bench import fit, survey
 
     rows = survey.load(sources)
-    out, spec = console(), arch.get("sm_90a")
+    out, spec = console(), arch.DEFAULT
     launches: dict[str, list[dict[str, Any]]] = {"": []}  # by the name of the speeds
     for row in rows:
         if row["mode"] in LAUNCH_MODES:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from deep_gemm import arch
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench.shapes import demo
 from deep_gemm.cli.console import console, duration, kernel_table
@@ -16,7 +17,7 @@ from deep_gemm.cli.console import console, duration, kernel_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-ARCH = "sm_90a"
+ARCH = arch.DEFAULT.name
 CPU_M = (512, 1)
 """M of the reference on the CPU: 4096 rows and their exact product would take a minute."""
 
@@ -25,11 +26,9 @@ CPU_M = (512, 1)
 def command() -> None:
     """Compile and run an FP8 projection of DeepSeek-V3, check it against the exact product, and run it again warm.
 
-    Without a GPU it compiles the same kernels for sm_90a, and runs the same call on CPU tensors through the reference.
+    Without a GPU it compiles the same kernels for Hopper, and runs the same call on CPU tensors through the reference.
     """
     import torch
-
-    from deep_gemm import arch
 
     out = console()
     if torch.cuda.is_available():

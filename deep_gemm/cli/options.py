@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from deep_gemm import arch
+
 PATH = click.Path(path_type=Path)
 
 
@@ -40,5 +42,5 @@ op_option = click.option(
     help="Operation of shapes and of unquantised models. [FP8; the model's dtype]",
 )
 sms_option = click.option("--num-sms", type=click.IntRange(1, 4096), help="SMs that calls may use. [all]")
-arch_option = click.option("--arch", default="sm_90a", help="The target; its GPU need not be here.")
+arch_option = click.option("--arch", default=arch.DEFAULT.name, help="The target; its GPU need not be here.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

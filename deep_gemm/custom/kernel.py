@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec
 
 from deep_gemm.runtime.calls import entry
 
+from .. import arch as archs
 from ..errors import InvalidInputError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
@@ -79,12 +80,12 @@ class CustomKernel(Generic[P]):
         self._operation.in_torch = function
         return function
 
-    def build(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> Binary:
+    def build(self, *args: Any, arch: str = archs.DEFAULT.name, **kwargs: Any) -> Binary:
         """The binary for a call with these arguments. It is compiled if no cache has it. Use this to compile ahead, or
         to look at ``resources``. No GPU is needed: the tensors may be on the CPU. Raises CompileError."""
         return default_builder().build(self._request(args, kwargs, arch))
 
-    def source(self, *args: Any, arch: str = "sm_90a", **kwargs: Any) -> str:
+    def source(self, *args: Any, arch: str = archs.DEFAULT.name, **kwargs: Any) -> str:
         """The CUDA C++ source for a call with these arguments."""
         return self._request(args, kwargs, arch).source
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from ..params import GemmConfig
 from ..spec import GemmSpec
-from . import serving
-from .fp8_gemm import Fp8Gemm
-from .fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
-from .gated import FP8_GATED, HALF_GATED
 from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
-from .half_gemm import HalfGemm
-from .swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
+from .hopper import serving
+from .hopper.fp8_gemm import Fp8Gemm
+from .hopper.fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
+from .hopper.gated import FP8_GATED, HALF_GATED
+from .hopper.half_gemm import HalfGemm
+from .hopper.swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
 
 ALL_MAJORS = ("kk", "km", "mm", "mk")
 SHAPE = (0, 2112, 7168)

@@ -6,26 +6,24 @@ A family is data: a template, a serving set, and a row of what is supported. Eve
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from .. import arch as archs
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
 from ..parts import MATRICES, Parts, parse
 from ..records import record
-from ..settings import settings
 from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
-from . import epilogues, ffma_bursts, groups
-from . import gemm_source as source
+from . import epilogues, groups
 from .base import Argument, Kernel, Numbers, Strides, Value
 from .features import Features
 from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
-from .gemm_launch import along_k, along_m, check_whole_pieces, dense
-from .template import BYTES, Template
+from .template import BYTES, NAMES, Template, kernel_name
 
 SCALINGS = {
     ("none", "none"): "none",
@@ -48,11 +46,11 @@ def _none(spec: GemmSpec) -> None:
 class GemmFamily(Kernel):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
-    It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in ``outputs``, adds C in the ways
-    ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D that TMA can store. ``limit`` refuses more, in
-    a sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
-    of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
-    `config` and of `case`.
+    It is built for ``archs``. It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in
+    ``outputs``, adds C in the ways ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D whose rows
+    begin at multiples of 16 bytes. ``limit`` refuses more, in a sentence. Names of kernels begin with ``prefix``, if it
+    is given, instead of operands and output, and descriptions of configs with ``label``. Cases are the serving set with
+    ``serving_options``, and ``varied``, as arguments of `config` and of `case`.
     """
 
     name: str
@@ -71,6 +69,12 @@ class GemmFamily(Kernel):
     tile_prefix: str = ""
     varied: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
     serving_options: Callable[[GemmConfig], Mapping[str, Any]] = lambda config: {}
+    archs: tuple[str, ...] = (SM90.name,)
+
+    @functools.cached_property
+    def arch(self) -> ArchSpec:
+        """The first of its targets, for which `config` and `case` are by default."""
+        return archs.get(self.archs[0])
 
     @property
     def template(self) -> str:  # type: ignore[override]
@@ -103,11 +107,11 @@ class GemmFamily(Kernel):
             known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
             return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
         if (given := majors_of(spec)) not in self.majors:
-            known = ", ".join(source.NAMES[each].upper() for each in self.majors)
-            return f"the layouts of A and B must be {known}, not {source.NAMES[given].upper()}"
+            known = ", ".join(NAMES[each].upper() for each in self.majors)
+            return f"the layouts of A and B must be {known}, not {NAMES[given].upper()}"
         for name, operand in (("A", a), ("B", b)):
-            if not operand.aligned:
-                return f"the address and the row stride of {name} must be multiples of 16 bytes for TMA"
+            if why := self.rules.unreadable(name, operand):
+                return why
         outputs = [a.dtype if output == SAME else output for output in self.outputs]
         if d.dtype not in outputs or (d.major, d.scaling) != ("mn", "1x128" if d.dtype == "e4m3" else "none"):
             return f"D must be row-major {' or '.join(outputs)}, not {d.major}-major {d.dtype}"
@@ -138,9 +142,9 @@ class GemmFamily(Kernel):
             return "it writes the product as it is" + (", or with C added" if len(self.accumulates) > 1 else "")
         return self.limit(spec)
 
-    def config(self, *tile: Any, arch: ArchSpec = SM90, **options: Any) -> GemmConfig:
+    def config(self, *tile: Any, arch: ArchSpec | None = None, **options: Any) -> GemmConfig:
         """A config of this family; see `Template.make` of its template."""
-        return self.rules.make(self.name, *tile, arch=arch, **options)
+        return self.rules.make(self.name, *tile, arch=arch or self.arch, **options)
 
     def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """The serving set. A test shows that all of it is legal."""
@@ -153,6 +157,10 @@ class GemmFamily(Kernel):
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
         return self.rules.illegal(config, arch)
+
+    def offered(self, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+        """Those of ``configs``, of the serving set, that the model ranks for ``spec``; see `Template.offered`."""
+        return self.rules.offered(spec, configs, self.serving)
 
     def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
         """Whether the legal config ``config`` can run ``spec``, however slowly: it respects the caller's limits, sums K
@@ -180,11 +188,11 @@ class GemmFamily(Kernel):
         ]
 
     def adds(self, spec: GemmSpec) -> str:
-        """How C is added, as `KernelParams.accumulate` says it. TMA adds to a float32 D, after any epilogue."""
+        """How C is added, as `KernelParams.accumulate` says it. Stores add after any epilogue, so not with one."""
         if spec.accumulate == "none":
             return "none"
         in_place = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned
-        reduces = in_place and self.rules.tma_adds and not spec.epilogue
+        reduces = in_place and self.rules.adds_in_memory and not spec.epilogue
         return "reduces" if reduces else "reads"
 
     def describe(self, config: Any) -> str:
@@ -227,10 +235,10 @@ class GemmFamily(Kernel):
             segments=groups.segments(spec.grouping, spec.groups),
         )
 
-    def case(self, config: GemmConfig, arch: ArchSpec = SM90, **options: Any) -> KernelParams:
+    def case(self, config: GemmConfig, arch: ArchSpec | None = None, **options: Any) -> KernelParams:
         """The identity of a binary with ``config``. ``options`` are fields of `KernelParams`, where an epilogue may be
         its text. Their defaults are TMA stores, and the first of everything that the family supports."""
-        dtype = options.get("dtype", self.dtypes[0])
+        arch, dtype = arch or self.arch, options.get("dtype", self.dtypes[0])
         output = dtype if self.outputs[0] == SAME else self.outputs[0]
         first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
         first |= {"grouping": self.groupings[0], "store": "tma"}
@@ -243,39 +251,41 @@ class GemmFamily(Kernel):
         return replace(params, config=self.rules.fitted(params, table, arch))
 
     def cases(self) -> list[KernelParams]:
-        """The serving set, and `varied`."""
-        serving = [self.case(config, **self.serving_options(config)) for config in self.configs(SM90)]
+        """The serving set, and `varied`, for each target."""
+        return [params for name in self.archs for params in self._cases(archs.get(name))]
+
+    def _cases(self, arch: ArchSpec) -> list[KernelParams]:
+        configs = self.configs(arch)
+        serving = [self.case(config, arch, **self.serving_options(config)) for config in configs]
         has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
         both = (Parts(bias="f32", activation="gelu"), epilogues.every(self.has_residuals)) if has_all else ()
-        able = [config for config in self.configs(SM90) if self.rules.finishes(config)]
-        finished = [self.case(able[-index], epilogue=parts) for index, parts in enumerate(both)]
-        return serving + [self.case(self.config(*tile), **more) for tile, more in self.varied] + finished
+        able = [config for config in configs if self.rules.finishes(config)]
+        finished = [self.case(able[-index], arch, epilogue=parts) for index, parts in enumerate(both)]
+        varied = [self.case(self.config(*tile, arch=arch), arch, **more) for tile, more in self.varied]
+        return serving + varied + finished
 
     def default_cases(self) -> list[KernelParams]:
         """None of its own: see `Kernel.default_cases`."""
         return []
 
     def post_pass(self, params: KernelParams) -> PostPass | None:
-        """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off. 1D1D has no runs of one factor, and the template for
-        any scaling multiplies by rows in its epilogue."""
-        runs = params.scaling == "1d2d" or (params.scaling == "rowwise" and self.rules.scales_have_edges)
-        return ffma_bursts.POST_PASS if runs and settings.ffma_bursts else None
+        return self.rules.post_pass(params)
 
     def shared_bytes(self, params: KernelParams) -> int:
         return self.rules.shared_bytes(params) + groups.table_bytes(params.grouping, params.segments)
 
     def entry(self, params: KernelParams) -> str:
-        return source.entry(params, self.rules, self.prefix, self.tile_prefix)
+        return kernel_name(params, self.rules, self.prefix, self.tile_prefix)
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
-        shared = self.shared_bytes(params)
-        return source.constants(params, self.rules) | {
-            "shared_bytes": shared,
+        given: dict[str, str | int | bool] = {
+            "shared_bytes": self.shared_bytes(params),
             "epilogue": epilogues.device_name(params.epilogue),
             "expression": epilogues.device_code(params.epilogue),
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }
+        return self.rules.constants(params, given)
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         return _arguments_of(self, params)
@@ -295,16 +305,12 @@ class GemmFamily(Kernel):
 
         Numbers: "alpha", if the epilogue has it; with FP8 in groups along K "blocks", those of K that the scales of A
         and of B have; with heads "heads", the columns of a head of D on the left, in the middle and on the right."""
-        check_whole_pieces(params, spec.n)
         c = params.gemm
-        launch = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
-        ctas, values = launch(self.rules, params, spec, strides, numbers, constant and pdl)
-        if params.accumulate == "reads" and "c_stride" not in values:
-            values["c_stride"] = strides["c"][0]
+        grid, values = self.rules.launch(params, spec, strides, numbers, constant and pdl)
         values |= epilogues.values(params.epilogue, strides, numbers)
         shape = LaunchShape(
-            grid=(ctas, groups.parts(c, spec), 1),
-            block=c.num_threads,
+            grid=grid,
+            block=self.rules.num_threads(c),
             dynamic_shared=self.shared_bytes(params),
             cluster=(c.cluster_size, 1, 1),
             pdl=pdl,
@@ -336,12 +342,12 @@ def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Ar
 @functools.lru_cache(maxsize=64)
 def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, ...]:
     """A first call asks for them four times."""
-    return source.arguments(params, family.rules) + epilogues.arguments(params.epilogue)
+    return family.rules.arguments(params) + epilogues.arguments(params.epilogue)
 
 
 @functools.cache
 def _counts(
     family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
-) -> tuple[Counts, Mapping[str, float]]:
+) -> tuple[Counts, Mapping[str, float], int]:
     found = family.rules.counts(config, output, aligned, scaling)
-    return found, constant_features(found, config)
+    return found, constant_features(found, config), family.arch.num_sms

@@ -7,11 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..arch import SM90
 from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec
 from .features import Features
-from .loads import LINE_BYTES, SECTOR_BYTES
+
+SECTOR_BYTES = 32
+"""The unit of L2 reads and writes."""
+
+LINE_BYTES = 128
+"""A line of L2, and a row of a box in shared memory."""
 
 PACKING = {1: 1.0, 2: 1.0, 4: 0.91, 8: 0.91}
 """Fraction of an H200's SMs that clusters of a size can fill. A cluster runs within one GPC, and not every GPC has a
@@ -115,10 +119,16 @@ def constant_features(counts: Counts, config: GemmConfig) -> dict[str, float]:
 
 
 def features(
-    counts: Counts, constant: Mapping[str, float], spec: GemmSpec, config: GemmConfig, element_bytes: int = 1
+    counts: Counts,
+    constant: Mapping[str, float],
+    all_sms: int,
+    spec: GemmSpec,
+    config: GemmConfig,
+    element_bytes: int = 1,
 ) -> Features:
-    """The features of one pair of spec and config; ``constant`` are its `constant_features`. In this function k is the
-    length of a row in bytes. It runs for each config that is ranked, so it calls little."""
+    """The features of one pair of spec and config; ``constant`` are its `constant_features`, and ``all_sms`` the SMs of
+    a whole GPU. In this function k is the length of a row in bytes. It runs for each config that is ranked, so it calls
+    little."""
     m, n, k = spec.m, spec.n, spec.k * element_bytes
     d_bytes = 4 if spec.d.dtype == "f32" else 2
     block_m, block_n, cluster_k, num_sms = config.block_m, config.block_n, config.cluster_k, spec.num_sms
@@ -141,7 +151,7 @@ def features(
     # rows. That is too much where several rows of tiles share rows of B. But there it is a small part of the whole, and
     # the model must not predict less time for more work. Nor may it predict more time for more SMs, so the first wave
     # is always that of a whole GPU.
-    whole = clusters if num_sms >= SM90.num_sms else max(1, int(per_sm * SM90.num_sms))
+    whole = clusters if num_sms >= all_sms else max(1, int(per_sm * all_sms))
     at_once = min(tiles // size, whole)
     first = cluster_k * min(blocks, 1) * SCALE_BLOCK
     first *= min(columns, at_once) * across_n + min(rows, at_once) * tokens * config.cluster_m

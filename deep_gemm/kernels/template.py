@@ -1,55 +1,72 @@
-"""The rules of a device template: which tiles it has, and the registers and shared memory that they take.
+"""The rules of a device template: which tiles it has, and what they take; its parameters, constants and launch.
 
-A family (``gemm.py``) is a template, and a row of what is supported.
+A family (``gemm.py``) is a template, and a row of what is supported. What templates for one architecture share is in a
+folder of its own, such as ``hopper``.
 """
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 from ..arch import ArchSpec
+from ..jit.binary import PostPass
 from ..params import GemmConfig, KernelParams
-from ..spec import GemmSpec, ceil_div
+from ..spec import GemmSpec, Operand
+from . import groups
+from .base import Argument, Numbers, Strides, Value
 from .gemm_features import Counts
 
-BARRIER_BYTES = 16
-"""Bytes of a stage's full and empty mbarriers."""
-
-MAX_STAGES = 16
-
-ONE_ORDER = "it sums K in one order, without splits"
-"""Why a batch refuses a config."""
-
 BYTES = {"e4m3": 1, "bf16": 2, "f16": 2, "f32": 4}
+
+NAMES = {
+    "e4m3": "fp8",
+    "bf16": "bf16",
+    "f16": "fp16",
+    "kk": "nt",
+    "km": "nn",
+    "mm": "tn",
+    "mk": "tt",
+    "none": "",
+    "reads": "add",
+    "reduces": "reduce",
+}
+"""In names of kernels: dtypes, BLAS names of majors, and ways to add C."""
+
+_HEADS = {
+    "none": "",
+    "k": "k_grouped",
+    "batched": "batched",
+    "heads": "skip_head_mid",
+    "summed": "bmn_bnk_mn_gemm_impl",  # profilers of DeepGEMM's callers look for this name
+}
+"""The beginnings of kernels' names, by the form of groups; that of all others is ``m_grouped``."""
+
+Constants: TypeAlias = Mapping[str, str | int | bool]
+Grid: TypeAlias = tuple[int, int, int]
 
 
 class Template(ABC):
     """One ``templates/kernels/*.cu.jinja`` of a GEMM. Configs are those of the families that use it."""
 
     file: ClassVar[str]
-    constant_names: ClassVar[tuple[str, ...]]
-    """The constants that it has, besides those that all templates have; see `GemmFamily.constants`."""
-    mma_instruction: ClassVar[str]
+    mma_instruction: ClassVar[str] = ""
+    """The tensor-core instruction that the SASS must contain; empty for a kernel without one."""
     block_k: ClassVar[int]
     names_partials: ClassVar[bool] = False
     """Whether names of kernels give the sets of partial sums."""
-    scales_have_edges: ClassVar[bool] = False
-    """Whether it has maps of the scales' edge boxes, and one map of B for each segment of a tile's columns."""
-    few_tokens: ClassVar[bool] = False
-    """Whether tiles are for few rows of A."""
-    tma_adds: ClassVar[bool] = False
-    """Whether TMA adds to a float32 D."""
-    sets_aside_map_d: ClassVar[bool] = False
-    """Whether the tensor map of D is a parameter even if D is stored directly."""
-    edge_map_d: ClassVar[bool] = False
-    """Whether there is a second map of D, for the last rows of a tile."""
-
+    names_consumers_k: ClassVar[bool] = False
+    """Whether names of kernels give the consumers along K."""
+    adds_in_memory: ClassVar[bool] = False
+    """Whether stores add to a float32 D, so that consumers need not read C."""
     adds_residuals: bool = True
     """Whether an epilogue may add a residual."""
     gated: ClassVar[bool] = False
-    """Whether B is a gate's rows, and then as many of up: see ``GatedTile``."""
+    """Whether B is a gate's rows, and then as many of up."""
+
+    # ---- which configs
 
     @abstractmethod
     def make(self, family: str, *tile: object, arch: ArchSpec) -> GemmConfig:
@@ -63,6 +80,10 @@ class Template(ABC):
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
 
+    def unreadable(self, name: str, operand: Operand) -> str | None:
+        """Why kernels cannot read A or B, as a sentence, or None if they can."""
+        return None if operand.aligned else f"the address and the row stride of {name} must be multiples of 16 bytes"
+
     def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
         """Whether the legal config ``config`` can run ``spec``. Only what this template adds to `GemmFamily.fits`."""
         return True
@@ -71,74 +92,97 @@ class Template(ABC):
         """Whether consumers have registers for an epilogue."""
         return True
 
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        """The configs that the model ranks: those of ``configs``, which fit ``spec``, but for any that measurements
+        show to be slower than another one there. ``serving`` are the rows of the serving set."""
+        return list(configs)
+
+    def shipped(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> Sequence[GemmConfig]:
+        """The configs of ``configs`` that any sizes like those of ``spec`` may choose. With groups the choice depends
+        on too many sizes to list: all that fit."""
+        return configs if spec.grouping != "none" else self.offered(spec, configs, serving)
+
+    def yields(self, config: GemmConfig) -> bool:
+        """Whether ``config`` does not ship if another family ships the same tile."""
+        return False
+
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
         """The config of ``params`` with no more stages than fit beside what these params need, and a table of groups of
         ``table`` bytes."""
         return params.gemm
 
     @abstractmethod
+    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
+        """The performance model's counts for ``config`` and D's dtype. ``aligned``: rows of D begin at multiples of 16
+        bytes."""
+
+    # ---- a binary
+
+    @abstractmethod
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """The kernel's parameters in order, but for those of an epilogue."""
+
+    @abstractmethod
+    def constants(self, params: KernelParams, given: Constants) -> Constants:
+        """The template's variables, but for the kernel's name and signature. ``given`` are what a family knows:
+        ``shared_bytes`` with a table of groups; the names ``epilogue`` and ``expression`` of an epilogue's functor; and
+        ``argument_fields`` and ``arguments``, the struct of all parameters and what fills it."""
+
+    @abstractmethod
+    def num_threads(self, config: GemmConfig) -> int:
+        """Threads of a CTA."""
+
+    @abstractmethod
     def shared_bytes(self, params: KernelParams) -> int:
         """Dynamic shared memory of one CTA without a table of groups."""
 
-    @abstractmethod
-    def registers(self, config: GemmConfig) -> tuple[int, int]:
-        """(producer, consumer) registers a thread, for setmaxnreg."""
+    def post_pass(self, params: KernelParams) -> PostPass | None:
+        """The edit of the cubin of ``params`` under the current settings, or None."""
+        return None
 
-    def min_ctas(self, config: GemmConfig) -> int:
-        """CTAs on an SM for which the compiler budgets registers. Most CTAs with one consumer get half of an SM's
-        registers, even if only one CTA runs on the SM: that is enough."""
-        return 2 if config.num_consumers == 1 else config.ctas_per_sm
-
-    def mma_n(self, config: GemmConfig) -> int:
-        """Columns of one wgmma."""
-        return config.width
-
-    @abstractmethod
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
-        """The performance model's counts for ``config`` and D's dtype. ``aligned``: TMA can store D."""
-
-    def stores_by_tma(self, params: KernelParams) -> bool:
-        """Whether TMA stores tiles to D, instead of the warps that staged or multiplied them."""
-        return params.store == "tma" and params.gemm.persistent
-
-    def has_map_d(self, params: KernelParams) -> bool:
-        """Whether there is a parameter for a tensor map of D."""
-        return self.sets_aside_map_d or self.stores_by_tma(params)
+    # ---- a launch
 
     def columns_of_d(self, n: int) -> int:
         """Columns of D, where B has ``n`` rows; and those of a tile of D."""
         return n // 2 if self.gated else n
 
-    def box_columns(self, config: GemmConfig, output: str) -> int:
-        """Columns of one box of staged sums."""
-        raise NotImplementedError(f"{self.file} stores no tiles by TMA")
-
-    def staging(self, params: KernelParams) -> tuple[int, bool]:
-        """Staging buffers of a consumer, and whether a tile is stored while the next tile's products run."""
-        return params.gemm.buffers, False
-
-    def num_ctas(self, config: GemmConfig, m: int, n: int, num_sms: int) -> int:
-        """Grid size: as many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters; one CTA for
-        each tile if not persistent."""
-        c = config
-        tiles = ceil_div(m, c.block_m * c.cluster_m) * ceil_div(n, c.block_n * c.cluster_n)
-        slots = max(1, num_sms * c.ctas_per_sm // c.cluster_size)
-        return (self.clusters(c, tiles, slots) if c.persistent else tiles) * c.cluster_size
-
-    def clusters(self, config: GemmConfig, tiles: int, slots: int) -> int:
-        """Clusters of a persistent launch, where ``slots`` can be resident."""
-        return min(tiles, slots)
+    @abstractmethod
+    def launch(
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    ) -> tuple[Grid, dict[str, Value]]:
+        """The grid, and the values of `arguments` by name, but for pointers and for the sizes m, n and k. ``early``: no
+        kernel that still runs writes the weights, and this one may start before they have ended."""
 
 
-def stages_that_fit(arch: ArchSpec, config: GemmConfig, rest: int, stage: int) -> int:
-    """The number of stages of ``stage`` bytes that fit beside ``rest`` bytes, at most those of ``config``."""
-    budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
-    return max(0, min(config.num_stages, (budget - rest) // stage))
-
-
-def turns(config: GemmConfig) -> int:
-    """The number of consumers that start products in turn, or 1 if they do not. Without turns all consumers promote at
-    the same time, and the tensor cores idle: with turns, M = N = 4096, K = 7168 took 190 instead of 215 us with 128x192
-    tiles and 170.8 instead of 172.4 us with 256x128 (H200). Configs that issue products ahead became slower with
-    turns."""
-    return config.num_consumers if config.num_partials == config.k_splits == 1 else 1
+def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) -> str:
+    """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma`` or ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
+    p, c = params, params.gemm
+    head = f"{NAMES[p.dtype]}_gemm"
+    if p.dtype == "e4m3":
+        kind = [prefix or f"{head}_{p.scaling}_{p.output}"]
+    else:
+        kind = [head, NAMES[p.majors], p.output if p.output != p.dtype else ""]
+    k = f"k{c.cluster_k}" + (f"x{c.consumers_k}" if rules.names_consumers_k else "")
+    parts = [
+        _HEADS.get(p.grouping, "m_grouped"),
+        *kind,
+        NAMES[p.accumulate],
+        f"{tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
+        f"p{c.num_partials}" if rules.names_partials else "",
+        f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
+        k if c.k_splits > 1 else "",
+        f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
+        "" if c.persistent else "once",
+        "b1" if c.buffers == 1 else "",
+        "parts" if c.parts else "",
+        "" if p.grouping in _HEADS else p.grouping,
+        f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
+        re.sub(r"\W", "_", p.epilogue.label) if p.epilogue else "",
+        p.store,
+        *(f"{letter}{size}" for letter, size in zip("mnk", p.shape, strict=True) if size),
+    ]
+    return "_".join(filter(None, parts))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.names import is_name
 from deep_gemm.parts import MAX_VECTORS, VECTORS
 
 from ..errors import InvalidInputError, UnsupportedError
@@ -41,13 +40,14 @@ def custom_activation(
     name: str, body: str, rows: Vectors | None, columns: Vectors | None, reference: Reference | None
 ) -> CustomActivation:
     """Check the arguments of `deep_gemm.Epilogue.custom`. Raises InvalidInputError."""
+    from deep_gemm.expression import Expression  # here: few processes have one
+    from deep_gemm.names import is_name
+
     if not is_name(name) or len(name) > MAX_NAME:
         raise InvalidInputError(
             f"name of an expression must be a name that C++ can have, of at most {MAX_NAME} letters, but it is "
             f"{shown(name)}."
         )
-    from deep_gemm.expression import Expression  # here: few processes have one
-
     given = [*_named(name, "rows", rows), *_named(name, "columns", columns)]
     text = textwrap.dedent(body).strip() if isinstance(body, str) else ""
     expression = Expression(name, text, *(tuple(each for kind, each, _ in given if kind == at) for at in _KINDS))
@@ -79,6 +79,8 @@ def _named(name: str, kind: str, vectors: Any) -> list[tuple[str, str, Tensor]]:
         return []
     if not isinstance(vectors, Mapping):
         raise InvalidInputError(f"{kind} of {name} must be a dictionary of vectors, but it is {kind_of(vectors)}.")
+    from deep_gemm.names import is_name
+
     for each, x in vectors.items():
         label = f"{kind}[{each!r}] of {name}"
         if not is_name(each) or each in _PLACES:

@@ -200,9 +200,10 @@ class Gemm(Operation):
         parts = NO_PARTS if text == "none" else parts_of(text)
         if why := parts.refusal(groups=bool(self.layout)):
             raise UnsupportedError(why)
+        tensors = parts.tensors
         for name in FUSED:
-            if (name in parts.tensors) != (name in self.fused):
-                has, what = ("has", "must be given") if name in parts.tensors else ("has no", "must be None")
+            if (name in tensors) != (name in self.fused):
+                has, what = ("has", "must be given") if name in tensors else ("has no", "must be None")
                 raise InvalidInputError(f"{name} {what}: the epilogue is {checks.shown(text)}, which {has} {name}.")
         if not is_float32(alpha) or (alpha != 1 and not parts.alpha):
             raise InvalidInputError(

@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..arch import ArchSpec
 from ..kernels.epilogues import apart
+from ..kernels.hopper.offered import MOST_TOKENS
 from ..records import record
 from ..spec import SCALE_BLOCK, GemmSpec, Spec
 from .calibration import Calibration, default
 from .heuristic import least, ranked_as, select
 from .model import speed
-from .rules import MOST_TOKENS
 
 LAUNCH_US = 2.0
 """What a second launch takes that waits for the first one, beside the bytes of the cast. A cast of few rows took 1.8 us

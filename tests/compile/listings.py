@@ -9,7 +9,7 @@ from pathlib import Path
 
 from deep_gemm.jit import sass
 from deep_gemm.jit.disassembler import find_disassembler
-from deep_gemm.kernels.ffma_bursts import code_sections
+from deep_gemm.kernels.hopper.ffma_bursts import code_sections
 
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
 _JUMP = re.compile(r"\b(?:BRA|BSSY|CALL|WARPSYNC)\b.*?(0x[0-9a-f]+)\s*;")

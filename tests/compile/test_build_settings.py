@@ -16,7 +16,7 @@ from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder
 from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir, render
-from deep_gemm.kernels import ffma_bursts as bursts
+from deep_gemm.kernels.hopper import ffma_bursts as bursts
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings

@@ -21,8 +21,8 @@ from deep_gemm.errors import CompileError
 from deep_gemm.expression import Expression
 from deep_gemm.jit import Builder, sass
 from deep_gemm.kernels.families import GEMMS, HALF_GEMM
-from deep_gemm.kernels.ffma_bursts import code_sections
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.kernels.hopper.ffma_bursts import code_sections
 from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings

@@ -173,6 +173,6 @@ def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, param
 @pytest.mark.parametrize("params", USUAL, ids=entry)
 def test_as_many_ctas_live_on_an_sm_as_the_model_counts_on(loaded: Loaded, params: KernelParams) -> None:
     config = params.gemm
-    shared = kernels.get(params.kernel).shared_bytes(params)
-    blocks = loaded(params).max_active_blocks(config.num_threads, shared)
+    family = kernels.gemm_family(params.kernel)
+    blocks = loaded(params).max_active_blocks(family.rules.num_threads(config), family.shared_bytes(params))
     assert blocks >= config.ctas_per_sm

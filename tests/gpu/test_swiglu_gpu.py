@@ -17,7 +17,7 @@ import deep_gemm
 from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.gated import FP8_GATED
+from deep_gemm.kernels.hopper.gated import FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launches import CONFIGS, PARAMS, Geometry, geometries, record, suited
 
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.tiles import first_column, segments
+from deep_gemm.kernels.hopper.edges import first_column, segments
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import align, ceil_div
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from deep_gemm import kernels, log
 from deep_gemm.kernels.families import FP8_GEMM, FP8_SWAPPED, HALF_GEMM
-from deep_gemm.kernels.ffma_bursts import BURST, POST_PASS, in_bursts, second_operand
 from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
+from deep_gemm.kernels.hopper.ffma_bursts import BURST, POST_PASS, in_bursts, second_operand
 from deep_gemm.settings import settings
 
 FFMA, FMUL, BRA, BRX, BSSY = 0x223, 0x220, 0x947, 0x949, 0x945

@@ -64,7 +64,10 @@ def test_a_launch_has_the_operands(driver: FakeDriver, params: KernelParams, tmp
     forced()
     name, (config, _, parameters, _) = driver.calls[-1]
     assert name == "cuLaunchKernelEx"
-    assert (config.gridDimX, config.blockDimX) == (forced.launch.shape.grid[0], params.gemm.num_threads)
+    assert (config.gridDimX, config.blockDimX) == (
+        forced.launch.shape.grid[0],
+        kernels.gemm_family(params.kernel).rules.num_threads(params.gemm),
+    )
     names = argument_names(params)
     at = dict(zip(names, struct.unpack(f"={len(names)}Q", ctypes.string_at(parameters, len(names) * 8)), strict=True))
     assert ctypes.c_uint64.from_address(at["scale_b"]).value == sfb.data_ptr()

@@ -20,8 +20,9 @@ from deep_gemm.kernels.base import Kernel
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import SCALINGS, GemmFamily
 from deep_gemm.kernels.helpers import COPY_ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
+from deep_gemm.kernels.hopper.swapped import Swapped
+from deep_gemm.kernels.hopper.template import MAX_STAGES
 from deep_gemm.kernels.other_families import OTHERS
-from deep_gemm.kernels.template import MAX_STAGES
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
 from deep_gemm.runtime.engine import build_request
@@ -156,20 +157,20 @@ def test_a_cta_fits(family: GemmFamily) -> None:
         assert fields["shared_bytes"] == size <= 227 * 1024
         assert config.ctas_per_sm * (size + 1024) <= 228 * 1024
         consumer, producer = int(fields["consumer_registers"]), int(fields["producer_registers"])
-        ctas = int(fields["min_ctas"])
+        ctas, threads = int(fields["min_ctas"]), family.rules.num_threads(config)
         if producer == consumer == 0:  # none are moved: each thread has as many as there can be
-            assert 255 * config.num_threads <= 65536 // ctas
+            assert 255 * threads <= 65536 // ctas
             continue
         assert consumer % 8 == producer % 8 == 0
         assert 24 <= producer <= consumer <= 255
-        reserved = 65536 // (ctas * config.num_threads) // 8 * 8
-        assert 128 * (config.num_consumers * consumer + producer) <= min(reserved, 255) * config.num_threads
+        reserved = 65536 // (ctas * threads) // 8 * 8
+        assert 128 * (config.num_consumers * consumer + producer) <= min(reserved, 255) * threads
         assert ctas >= config.ctas_per_sm
 
 
 @of_gemms
 def test_one_more_stage_would_not_fit(family: GemmFamily) -> None:
-    most = 24 if family.rules.few_tokens else MAX_STAGES
+    most = 24 if isinstance(family.rules, Swapped) else MAX_STAGES
     for config in family.legal(SM90) if family.groupings == ("none",) else ():
         # Consumers that take blocks of K in turn own equally many stages.
         deeper = replace(config, num_stages=config.num_stages + config.consumers_k)

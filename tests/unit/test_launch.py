@@ -20,7 +20,7 @@ from deep_gemm.kernels.base import Kernel, Value
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
-from deep_gemm.kernels.loads import _ALL_EARLY
+from deep_gemm.kernels.hopper.loads import _ALL_EARLY
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import TransposeSpec, align, ceil_div
 

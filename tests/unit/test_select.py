@@ -17,10 +17,12 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench.backends import spec_of
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.gemm_features import L2_SHARING
-from deep_gemm.kernels.tiles import last_rows, left
+from deep_gemm.kernels.hopper.edges import last_rows
+from deep_gemm.kernels.hopper.loads import left
+from deep_gemm.kernels.hopper.offered import ctas
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime.engine import kernel_params
-from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, rules, select
+from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select
 from deep_gemm.select.calibration import default
 from deep_gemm.select.model import estimate, features
 from deep_gemm.spec import GemmSpec, ceil_div
@@ -88,8 +90,8 @@ def test_what_is_ranked_can_run(spec: GemmSpec) -> None:
         times = [max(0.0, us - ranked[0].calibration.speed.launch_us) for us in times]
         sixth = [math.hypot(us**3, power**3) for us, power in zip(times, powers, strict=True)]
         times = [power ** (1 / 3) for power in sixth]
-    if rules.streams(ranked[0].spec):
-        times = [us * rules.partly_full(ranked[0].spec, config) for us, config in zip(times, configs, strict=True)]
+    if heuristic.streams(ranked[0].spec):
+        times = [us * heuristic.partly_full(ranked[0].spec, config) for us, config in zip(times, configs, strict=True)]
     assert all(before <= after * (1 + 1e-9) for before, after in itertools.pairwise(times))
 
 
@@ -100,9 +102,9 @@ def test_launches_of_few_rows_leave_places_for_the_next_one(op: str, n: int) -> 
     for m in (1, 5, 13):
         asked = spec_of(GemmShape(m, n, 16384, op=op), 132)
         config = rank(asked, SM90)[0].config
-        taken = rules.ctas(asked, config) / (132 * config.ctas_per_sm)
+        taken = ctas(asked, config) / (132 * config.ctas_per_sm)
         assert not 0.5 < taken < 0.9, config
-        assert not rules.streams(spec_of(GemmShape(m, n, 8192, op=op), 132))
+        assert not heuristic.streams(spec_of(GemmShape(m, n, 8192, op=op), 132))
 
 
 @pytest.mark.parametrize("op", ["fp8_gemm_nt", "bf16_gemm_nt"])

@@ -16,8 +16,8 @@ import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, quantize, select
 from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Map
-from deep_gemm.kernels.gated import FP8_GATED, HALF_GATED
 from deep_gemm.kernels.gemm import GemmFamily
+from deep_gemm.kernels.hopper.gated import FP8_GATED, HALF_GATED
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deep_gemm.kernels.tiles import first_column, segments
+from deep_gemm.kernels.hopper.edges import first_column, segments
 from deep_gemm.spec import ceil_div
 
 WIDTHS = st.integers(1, 16).map(lambda x: 16 * x)

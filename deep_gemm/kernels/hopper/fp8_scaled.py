@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from ..arch import SM90, ArchSpec
-from ..params import GemmConfig, KernelParams
-from ..spec import SCALE_BLOCK, GemmSpec, align
-from .gemm_features import PROMOTION_CYCLES, Counts
-from .template import BARRIER_BYTES, BYTES, MAX_STAGES, Template
+from ...arch import SM90, ArchSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import SCALE_BLOCK, GemmSpec, align
+from ..gemm_features import PROMOTION_CYCLES, Counts
+from ..template import BYTES
+from . import offered
+from .template import BARRIER_BYTES, MAX_STAGES, HopperTemplate
 
 CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""
@@ -44,7 +46,7 @@ parts; if it is multiplied in one part of more than 128 columns; and for each sl
 scales of B, read scales of rows, write D themselves, or read C. Measured with ptxas: with fewer registers it spills."""
 
 
-class Fp8Scaled(Template):
+class Fp8Scaled(HopperTemplate):
     """See ``templates/include/fp8_scaled.cuh``. ``groups``: "m" and "k" for groups along M and K, "batch" for several
     products of equal size, "heads" for columns of D that are left out."""
 
@@ -67,7 +69,7 @@ class Fp8Scaled(Template):
     mma_instruction = "QGMMA"
     block_k = SCALE_BLOCK
     names_partials = True
-    tma_adds = True
+    adds_in_memory = True
 
     def __init__(self, groups: str = "") -> None:
         self.groups = groups
@@ -168,6 +170,11 @@ class Fp8Scaled(Template):
         if not self.groups:
             return config
         return self._fitted(config, params.scaling, params.output, arch, table, params.store == "tma")
+
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        return offered.of_fp8(spec, configs)
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         return (0, 0) if _is_wide_and_alone(config) else REGISTERS[config.num_consumers]

@@ -1,43 +1,112 @@
-"""The launches of GEMMs: grid, order of tiles, tensor maps and strides."""
+"""The parameters of GEMMs for Hopper, and their launches: grid, order of tiles, tensor maps and strides."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
-from ..errors import InvalidInputError, UnsupportedError
-from ..jit.driver.launch import Map
-from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import GemmConfig, KernelParams
-from ..spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
-from . import groups
-from .base import Numbers, Strides, Value, integers
+from ...errors import InvalidInputError, UnsupportedError
+from ...jit.driver.launch import Map
+from ...jit.driver.tensor_map import TensorMapSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
+from .. import groups
+from ..base import Argument, Numbers, Strides, Value, integers, parameters
+from ..raster import Raster, divisor, raster
+from ..template import BYTES, Grid
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
-from .raster import Raster, divisor, raster
-from .template import BYTES, Template
-from .tiles import first_column, last_rows, left, segments
+
+if TYPE_CHECKING:
+    from .template import HopperTemplate
+
+Boxes: TypeAlias = Callable[[int], TensorMapSpec]
+"""The tensor map of an operand by the rows of its boxes."""
+
+
+SCALE_PARAMETERS = {
+    "none": (),
+    "1d1d": parameters("TensorMap map_scale_a, TensorMap map_scale_b"),
+    "1d2d": parameters("const float* scale_b=sfb, i64 scale_b_stride_n, i64 scale_b_stride_k, TensorMap map_scale_a"),
+    "rowwise": parameters("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb, i64 scale_b_stride"),
+}
+"""TMA loads scales of 1x128. Threads read all others, with a stride of zero where all rows share one scale."""
+
+_RASTERS = {
+    "none": "Raster",
+    "heads": "Raster",
+    "k": "DepthRaster",
+    "batched": "BatchRaster",
+    "summed": "SumRaster",
+}
+"""Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
+
+
+def arguments(params: KernelParams, rules: HopperTemplate) -> tuple[Argument, ...]:
+    """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
+    takes 110 cycles. Each operand also has a map of edge boxes (see ``edge_boxes.cuh``), which have ``last_rows``
+    and ``last_columns`` rows; those of MN-major operands are the same. ``early_stages`` stages of B are loaded
+    before the previous kernel has ended; 0 means that it may still write B and its scales. ``evict_first`` is a set
+    of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
+    p = params
+    scales, map_d = SCALE_PARAMETERS[p.scaling], maps("map_d") if rules.has_map_d(p) else ()
+    reads = p.accumulate == "reads"
+    c = parameters("const u8* c, i64 c_stride") if reads else ()
+    in_memory = p.grouping == "k" and p.dtype == "e4m3"
+    operands, lasts = ((), ()) if in_memory else (maps("map_a, map_b"), maps("map_a_last, map_b_last"))
+    found = (*front(p), *parameters("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
+    if rules.rows_of_last_map_d(p.gemm):
+        found += maps("map_d_last")
+    if p.grouping == "k":
+        found += parameters("u32 groups, const int* layout")
+        found += parameters("const TensorMap* maps") if in_memory else ()
+    if p.grouping in ("k", "batched"):
+        found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
+    elif p.grouping in groups.WITH_TABLE:
+        found += parameters("u32 groups, u32 alignment, const int* layout")
+    if p.scaling == "1d2d" and (p.grouping == "batched" or (p.grouping in groups.WITH_TABLE and p.grouping != "k")):
+        found += parameters("i64 scale_b_stride_g")
+    if p.gemm.parts:
+        found += parameters("u8* memory")
+    return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
+
+
+def front(params: KernelParams) -> tuple[Argument, ...]:
+    """The first parameters of all kernels."""
+    order = _RASTERS.get(params.grouping, "GroupRaster")
+    head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {order} raster, "
+    return parameters(f"{head}u32 evict_first")
+
+
+def maps(names: str) -> tuple[Argument, ...]:
+    """Parameters that are tensor maps."""
+    return tuple(Argument(name, "TensorMap") for name in names.split(", "))
+
+
+def launch(
+    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+) -> tuple[Grid, dict[str, Value]]:
+    """See `Template.launch`. In z are the parts of K."""
+    _check_whole_pieces(params, spec.n)
+    make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
+    ctas, values = make(rules, params, spec, strides, numbers, early)
+    if params.accumulate == "reads" and "c_stride" not in values:
+        values["c_stride"] = strides["c"][0]
+    return (ctas, groups.parts(params.gemm, spec), 1), values
 
 
 def dense(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     """Of one product, with columns left out too, of a batch, or of a sum of several."""
     c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
     products = spec.groups if batched else 1
-    rows = last_rows(c, m) if rules.scales_have_edges else left(m, c.block_m)
-    box_a, box_b = (_boxes(spec, operand, name, strides) for name, operand in (("a", spec.a), ("b", spec.b)))
+    rows = rules.last_rows(c, m)
+    box_a = boxes(spec, spec.a, "a", strides)
     map_a, map_a_last = operand_maps(box_a, "a", m, c.block_m // c.cluster_n, rows)
-    if rules.scales_have_edges:
-        maps_b, map_b_last, columns = _segment_maps(box_b, n, c)
-    else:
-        columns = c.block_n if rules.gated else left(n, c.block_n)
-        if rules.gated:
-            map_b, map_b_last = _gated_maps(rules, params, spec, n, strides)
-        else:
-            map_b, map_b_last = operand_maps(box_b, "b", n, c.block_n // c.cluster_m, columns)
-        maps_b = [map_b]
+    maps_b, map_b_last, columns = rules.maps_of_b(params, spec, strides)
     values: dict[str, Value] = {
         "last_rows": rows,
         "last_columns": columns,
@@ -63,8 +132,8 @@ def dense(
             ((columns_of_d, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
         )
         values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
-        if rules.edge_map_d:
-            values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=left(c.block_m, 64))
+        if last := rules.rows_of_last_map_d(c):
+            values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=last)
     return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
 
 
@@ -80,7 +149,7 @@ def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) 
     return [tiles * products, *divisor(tiles), *order.arguments]
 
 
-def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
+def _scales(rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
     """The values of `SCALE_PARAMETERS` without groups, or of a batch."""
     c, blocks, products = params.gemm, ceil_div(spec.k, SCALE_BLOCK), spec.groups if spec.grouping == "batched" else 0
     if params.scaling == "none":
@@ -98,24 +167,21 @@ def _scales(rules: Template, params: KernelParams, spec: GemmSpec, strides: Stri
     values: dict[str, Value] = {"scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
     if products:
         values["scale_b_stride_g"] = of_product[0]
-    if not rules.scales_have_edges:
-        return values | {"map_scale_a": Map(box(c.block_m), "sfa")}
-    map_a, map_a_last = operand_maps(box, "sfa", spec.m, c.block_m, last_rows(c, spec.m))
-    return values | {"map_scale_a": map_a, "map_scale_a_last": map_a_last}
+    return values | rules.maps_of_scales(box, c, spec.m)
 
 
 def along_m(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c, masked = params.gemm, spec.grouping == "masked"
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
-    boxes_a = _boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
+    boxes_a = boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
     n = spec.groups * spec.n
     map_a = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a")
     if rules.gated:
-        map_b, map_b_last = _gated_maps(rules, params, spec, n, strides)
+        map_b, map_b_last = gated_maps(rules, params, spec, n, strides)
     else:
-        map_b = map_b_last = Map(_boxes(replace(spec, n=n), spec.b, "b", strides, spec)(c.block_n), "b")
+        map_b = map_b_last = Map(boxes(replace(spec, n=n), spec.b, "b", strides, spec)(c.block_n), "b")
     values: dict[str, Value] = {
         **groups.along_m_values(spec, c, strides),
         "map_a": map_a,
@@ -134,7 +200,7 @@ def along_m(
 
 
 def along_k(
-    rules: Template, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c = params.gemm
     values: dict[str, Value] = dict(groups.along_k_values(spec, c, strides, BYTES[spec.a.dtype]))
@@ -147,27 +213,29 @@ def along_k(
             values["scale_b_stride_n"], values["scale_b_stride_k"] = strides["sfb"]
     else:
         for name, operand in (("a", spec.a), ("b", spec.b)):
-            values[f"map_{name}"] = values[f"map_{name}_last"] = Map(_boxes(spec, operand, name, strides)(64), name)
+            values[f"map_{name}"] = values[f"map_{name}_last"] = Map(boxes(spec, operand, name, strides)(64), name)
     if rules.has_map_d(params):
         step, row, _ = strides["d"]
         values["map_d"] = _map_d(rules, params, (spec.n, spec.m, spec.groups), (row, step))
     return groups.along_k_ctas(spec, c), values
 
 
-def _gated_maps(rules: Template, params: KernelParams, spec: GemmSpec, n: int, strides: Strides) -> tuple[Map, Map]:
+def gated_maps(
+    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, n: int, strides: Strides
+) -> tuple[Map, Map]:
     """The tensor maps of gate's rows and of up's, of ``n`` rows of B in all; the same one if they are not interleaved.
     All boxes are whole."""
     rows = rules.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
     row, column = strides["b"]
     if not params.epilogue.interleaved:
-        both = Map(_boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
+        both = Map(boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
         return both, both
-    each = _boxes(replace(spec, n=n // 2), spec.b, "b", {**strides, "b": (2 * row, column)}, spec)(rows)
+    each = boxes(replace(spec, n=n // 2), spec.b, "b", {**strides, "b": (2 * row, column)}, spec)(rows)
     return Map(each, "b"), Map(each, "b", row * BYTES[spec.b.dtype])
 
 
 def _map_d(
-    rules: Template, params: KernelParams, shape: tuple[int, ...], steps: tuple[int, ...], rows: int = 64
+    rules: HopperTemplate, params: KernelParams, shape: tuple[int, ...], steps: tuple[int, ...], rows: int = 64
 ) -> Map:
     """The tensor map of D: boxes of ``rows`` rows, swizzled over their own length, clipped at each matrix."""
     size, width = BYTES[params.output], rules.box_columns(params.gemm, params.output)
@@ -176,9 +244,7 @@ def _map_d(
     return Map(TensorMapSpec(dtype, shape, tuple(step * size for step in steps), box, width * size), "d")
 
 
-def _boxes(
-    spec: GemmSpec, operand: Operand, name: str, strides: Strides, asked: GemmSpec | None = None
-) -> Callable[[int], TensorMapSpec]:
+def boxes(spec: GemmSpec, operand: Operand, name: str, strides: Strides, asked: GemmSpec | None = None) -> Boxes:
     """A function of the rows of a box that returns the tensor map of an operand with such boxes. MN-major boxes always
     have 64 rows. ``asked`` is the spec of the call, if ``spec`` has the sizes of all groups together."""
     size, dtype = BYTES[operand.dtype], "u8" if operand.dtype == "e4m3" else operand.dtype
@@ -205,24 +271,7 @@ def _scales_map(name: str, rows: int, blocks: int, box: int, strides: Strides, p
     return Map(TensorMapSpec("f32", (rows, blocks, *count), steps, (box, 1, *one)), name)
 
 
-def _segment_maps(spec: Callable[[int], TensorMapSpec], n: int, config: GemmConfig) -> tuple[list[Map], Map, int]:
-    """The maps of B: one for each segment of a tile's columns (see ``columns.cuh``), and one for the edge box; and the
-    rows of the edge box, or ``block_n`` if no box crosses the edge."""
-    widths = segments(config.block_n)
-    tiles = align(ceil_div(n, config.block_n), config.cluster_n)
-    boxes = [width // config.cluster_m for width in widths]
-    begins = [first_column(config.block_n, segment, 0, tiles) for segment in range(len(widths))]
-    edge = max(segment for segment, begin in enumerate(begins) if begin < n)
-    rest = left(n - begins[edge], boxes[edge])
-    ending = Map(spec(rest), "b")
-    maps = [
-        ending if rest == box or begin + box > n else Map(spec(box), "b")
-        for begin, box in zip(begins, boxes, strict=True)
-    ]
-    return maps, ending, rest if rest < boxes[edge] else config.block_n
-
-
-def check_whole_pieces(params: KernelParams, n: int) -> None:
+def _check_whole_pieces(params: KernelParams, n: int) -> None:
     """Refuse copies of eight columns at a time where N is not a multiple of eight. Raises InvalidInputError."""
     if not params.gemm.persistent and params.store == "tma" and n % 8:
         raise InvalidInputError(

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..jit.driver.launch import Map
-from ..jit.driver.tensor_map import TensorMapSpec
-from ..params import GemmConfig
-from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
-from .raster import Raster
-from .tiles import left
-
-SECTOR_BYTES = 32
-"""The unit of L2 reads and writes."""
-
-LINE_BYTES = 128
-"""A line of L2, and a row of a box in shared memory."""
+from ...jit.driver.launch import Map
+from ...jit.driver.tensor_map import TensorMapSpec
+from ...params import GemmConfig
+from ...spec import SCALE_BLOCK, GemmSpec, ceil_div
+from ..gemm_features import LINE_BYTES
+from ..raster import Raster
 
 
 def l2_promotion(spec: GemmSpec, stride: int, element_bytes: int = 1) -> int:
@@ -77,6 +71,11 @@ def evict_first(spec: GemmSpec, order: Raster, row_bytes: int, large_d: bool) ->
     bits = _EVICT_B if order.rows == 1 or together or order.evict_b else 0
     large = large_d and 2 * spec.m * spec.n > _LARGE_D
     return bits | (_EVICT_D if large else 0)
+
+
+def left(size: int, step: int) -> int:
+    """The size of the last step when ``size`` is divided into steps of ``step``: from 1 to ``step``."""
+    return (size - 1) % step + 1
 
 
 def operand_maps(spec: Callable[[int], TensorMapSpec], operand: str, size: int, box: int, last: int) -> tuple[Map, Map]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from ..arch import SM90, ArchSpec
-from ..params import GemmConfig, KernelParams
-from ..spec import GemmSpec, align, ceil_div
+from ...arch import SM90, ArchSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import GemmSpec, align, ceil_div
+from ..gemm_features import Counts
+from . import offered
+from .edges import EdgeBoxes
 from .fp8_scaled import PROMOTION
-from .gemm_features import Counts
-from .template import BARRIER_BYTES, ONE_ORDER, Template, stages_that_fit
+from .template import BARRIER_BYTES, ONE_ORDER, HopperTemplate, stages_that_fit
 
 TOKENS = (8, 16, 24, 32, 48, 64)
 """Tile sizes along M. Any multiple of 8 is possible."""
@@ -31,13 +33,13 @@ _OTHER_REGISTERS_OF_CLUSTERS = 4
 more. Measured with ptxas: with fewer registers it spills, or moves descriptors in each block."""
 
 
-class Swapped(Template):
+class Swapped(HopperTemplate):
     """What the three templates share. Registers of FP8 also hold partial sums and scales of tokens."""
 
     constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas", "scaling", "element", "accumulate")
     mma_instruction = "QGMMA"
     block_k = 128
-    few_tokens = True
+    names_consumers_k = True
     num_partials = 2
 
     def make(  # type: ignore[override]
@@ -118,6 +120,17 @@ class Swapped(Template):
         """Each part of K of a 16-bit product needs at least one block."""
         return self.mma_instruction == "QGMMA" or config.k_splits <= ceil_div(spec.k, self.block_k)
 
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        return offered.of_few_rows(spec, configs, tuple(sorted({row[0] for row in serving})))
+
+    def shipped(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> Sequence[GemmConfig]:
+        """The choice depends on each M: all that fit."""
+        return configs
+
     def stores_by_tma(self, params: KernelParams) -> bool:
         """D is transposed in shared memory, and then warps copy it, 16 bytes at a time."""
         return False
@@ -145,13 +158,13 @@ class Swapped(Template):
         return config.num_consumers * (exchange + (chunks * 1024 if staged else 0))
 
 
-class Fp8Swapped(Swapped):
+class Fp8Swapped(EdgeBoxes, Swapped):
     """1x128 by 128x128 scales, with edge boxes, and bf16 output. See ``templates/include/fp8_scaled_swapped.cuh``."""
 
     file = "sm90_fp8_swapped.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas")
     names_partials = True
-    scales_have_edges = True
+    field_of_map_b = ""
 
 
 class Fp8ScaledSwapped(Swapped):

@@ -1,20 +1,16 @@
-"""The rules that precede the model: which configs it ranks, and with which constants.
+"""The tiles that templates for Hopper offer the selector, of those in their serving sets that fit a spec.
 
-Each says what was measured that the model does not know.
+Each rule says what was measured that the performance model does not know.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ..params import GemmConfig
-from ..spec import GemmSpec, ceil_div
-from .calibration import NAMED
-
-if TYPE_CHECKING:
-    from ..kernels.gemm import GemmFamily
+from ...params import GemmConfig
+from ...spec import GemmSpec, ceil_div
+from .. import groups
 
 MOST_TOKENS = 64
 """16-bit tiles for few rows of A are offered up to this M. Above, swap-AB tiles of any height are."""
@@ -31,43 +27,38 @@ LARGE_F32 = 1 << 22
 NARROW, WIDE = 32, 128
 """Columns of the narrow FP8 tiles for masked groups, and of the next wider ones; see `masked`."""
 
-STREAMED_K = 9000
-"""From this K on a launch of few rows is long enough for `partly_full` to matter."""
-
-PARTLY_FULL, PARTLY_FULL_POWER = (0.5, 0.9), 0.2
-"""See `partly_full`. Quality (best time over the choice's) of 92 products of up to 128 rows in graphs, with the rule
-and without: BF16 0.964 and 0.898 (H200), 0.966 and 0.917 (H100); FP8 0.987 and 0.939, 0.988 and 0.957. In single calls,
-of which the model knows more, BF16 lost 0.8 and 0.3%, and FP8 nothing. Powers of 0.1 and 0.3 are worse."""
-
 SHORT_K = 128
 """Up to this K a batch of 16-bit products has two tiles only, see `short_batch`."""
 
 _LITTLE_PADDING = 1.15
 
+ALONG_M = frozenset({"contiguous", "psum", "masked"})
 
-def worthwhile(family: GemmFamily, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Those of ``configs`` that the model ranks. Of all others another config is known to be better."""
-    from ..kernels import groups  # here: a process whose kernels are all known ranks none
 
-    wide, k_major_a = spec.a.dtype != "e4m3", spec.a.major == "k"
-    if family.rules.few_tokens:
-        if wide and spec.m > MOST_TOKENS:
-            return []
-        sizes = suitable(spec.m, _sizes(family))
-        return [config for config in configs if config.block_m in sizes]
-    if not wide and family.rules.scales_have_edges:
-        return splits_in_one_round(spec, configs)
-    along_m = spec.grouping in ("contiguous", "psum", "masked")
-    # If more than half of a tile is padding, a config with half the height is better.
-    highest = max(64, 2 * (groups.one_group(spec).m if along_m else spec.m))
-    filled = [config for config in configs if config.block_m <= highest]
-    if along_m:
-        return filled if wide or spec.grouping != "masked" else masked(spec, filled)
-    if not wide:
-        return splits_in_one_round(spec, filled)
+def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int, ...]) -> list[GemmConfig]:
+    """Of tiles for few rows of A, with ``sizes`` along M in the serving set: those that suit M."""
+    if spec.a.dtype != "e4m3" and spec.m > MOST_TOKENS:
+        return []
+    chosen = suitable(spec.m, sizes)
+    return [config for config in configs if config.block_m in chosen]
+
+
+def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Of FP8 tiles with any scaling, output and grouping."""
+    filled = half_filled(spec, configs)
+    if spec.grouping in ALONG_M:
+        return masked(spec, filled) if spec.grouping == "masked" else filled
+    return splits_in_one_round(spec, filled)
+
+
+def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Of 16-bit tiles, swap-AB ones too."""
+    filled = half_filled(spec, configs)
+    if spec.grouping in ALONG_M:
+        return filled
     if spec.grouping == "batched" and spec.k <= SHORT_K:
         filled = short_batch(filled)
-    swap_ab = has_swap_ab_tiles(spec)
+    swap_ab, k_major_a = has_swap_ab_tiles(spec), spec.a.major == "k"
     adds_much = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.m * spec.n >= LARGE_F32
     found = []
     for c in filled:
@@ -85,6 +76,12 @@ def worthwhile(family: GemmFamily, spec: GemmSpec, configs: Sequence[GemmConfig]
     return found
 
 
+def half_filled(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """Without those of which more than half would be padding: a config with half the height is better."""
+    highest = max(64, 2 * (groups.one_group(spec).m if spec.grouping in ALONG_M else spec.m))
+    return [config for config in configs if config.block_m <= highest]
+
+
 def short_batch(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Those of ``configs`` for a batch with few blocks of K, such as MLA's queries by the weight of keys. D is most of
     its bytes, and the model's estimates of the better of two tiles, one for few rows and one for many, are within 7% of
@@ -99,8 +96,6 @@ def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     us with 64 rows a tile, and 66 with 128 (H200; 96 and 87 on an H100). Narrow tiles only where others are too few for
     all SMs: elsewhere they took 1 to 14% longer in 8 cases (H200), and as long (H100; in single calls up to 3%
     less)."""
-    from ..kernels import groups
-
     low = [config for config in configs if groups.is_low(spec, config)]
     if not low:
         return list(configs)
@@ -128,22 +123,6 @@ def splits_in_one_round(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[G
     return [config for config in configs if config.cluster_k == 1 or rounds(spec, config) <= 1]
 
 
-def streams(spec: GemmSpec) -> bool:
-    """Whether a product has few rows and long K, so that `partly_full` matters."""
-    return spec.m <= 2 * MOST_TOKENS and spec.k >= STREAMED_K and spec.grouping == "none"
-
-
-def partly_full(spec: GemmSpec, config: GemmConfig) -> float:
-    """What to multiply the time of one launch by, where launches follow one another, as in a decoder's graph. If CTAs
-    take more than half of the places, but not all, the next launch finds places for a part of its CTAs only, and the
-    others come late. In 18 pairs of tiles that differ in the places alone such a launch took 1.07 to 1.45 times as long
-    (H200; K of 9000 and more), and alone 0.98 to 1.08. This is a mean of both, since a choice serves both."""
-    places = spec.num_sms * config.ctas_per_sm
-    taken = ctas(spec, config)
-    least, most = PARTLY_FULL
-    return (places / taken) ** PARTLY_FULL_POWER if least < taken / places < most else 1.0
-
-
 def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether a 16-bit config with a small tile, or split K, would take so many rounds that others are better. CTAs
     that compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles
@@ -168,15 +147,3 @@ def suitable(m: int, sizes: tuple[int, ...]) -> frozenset[int]:
     rows = {size: ceil_div(m, size) * size for size in sizes if size >= 32}
     most = min(rows.values()) * _LITTLE_PADDING
     return frozenset(size for size, padded in rows.items() if padded <= most)
-
-
-@functools.cache
-def _sizes(family: GemmFamily) -> tuple[int, ...]:
-    return tuple(sorted({row[0] for row in family.serving}))
-
-
-def speeds(spec: GemmSpec) -> str:
-    """The name of the speeds in a calibration by which the model estimates ``spec``; empty for the common ones.
-    Products that swap-AB tiles can compute have speeds of their own: with those of FP8 the choices there are 1.5%
-    worse."""
-    return NAMED[0] if has_swap_ab_tiles(spec) else ""

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ..arch import ArchSpec
-from ..params import GemmConfig
-from ..spec import SCALE_BLOCK, GemmSpec
+from ...arch import ArchSpec
+from ...params import GemmConfig
+from ...spec import SCALE_BLOCK, GemmSpec
+from ..gemm import ALONG_M, SAME, GemmFamily
 from . import serving
 from .fp8_scaled import Fp8Scaled
-from .gemm import ALONG_M, SAME, GemmFamily
 from .half_gemm import HalfGemm
-from .template import Template
+from .template import HopperTemplate
 
 _WIDTHS = (64, 128, 256)
 """Columns of tiles, of which half are gate's."""
@@ -22,7 +22,7 @@ _FEW_ROWS = 64, 256
 """The tile for FP8 output of few rows."""
 
 
-class Gated(Template):
+class Gated(HopperTemplate):
     """What both have: consumers with gate and up in the same thread. N is that of the product: gate's and up's columns.
     The other base of a class gives the rest."""
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-from ..jit.binary import PostPass
-from ..log import counted, warn_once
+from ...jit.binary import PostPass
+from ...log import counted, warn_once
 
 BURST = 8
 """FFMA between two switches. Of 2 to 16, 6 to 8 were best for two and three consumers. With one consumer 16 would be

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
-from ..arch import SM90, ArchSpec
-from ..params import GemmConfig, KernelParams
-from ..spec import GemmSpec, align
-from .gemm_features import Counts
-from .template import BARRIER_BYTES, MAX_STAGES, Template, stages_that_fit
+from ...arch import SM90, ArchSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import GemmSpec, align
+from ..gemm_features import Counts
+from . import offered
+from .edges import EdgeBoxes
+from .template import BARRIER_BYTES, MAX_STAGES, stages_that_fit
 
 CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""
@@ -31,7 +33,7 @@ _OTHER_REGISTERS_OF_PARTS = 20
 the first; and if a slice is multiplied in two parts. Measured with ptxas: with fewer registers it spills."""
 
 
-class Fp8Gemm(Template):
+class Fp8Gemm(EdgeBoxes):
     """See ``templates/include/fp8_gemm.cuh``. ``by_rows``: one scale for each row of A and of B, which the epilogue
     multiplies by; then stages keep room for scales that is unused, so both kinds have the same configs."""
 
@@ -50,8 +52,6 @@ class Fp8Gemm(Template):
     mma_instruction = "QGMMA"
     block_k = 128
     names_partials = True
-    scales_have_edges = True
-    sets_aside_map_d = True
 
     def __init__(self, by_rows: bool = False) -> None:
         self.by_rows = by_rows
@@ -144,6 +144,15 @@ class Fp8Gemm(Template):
             return True
         ctas = self.num_ctas(config, spec.m, spec.n, spec.num_sms)
         return ctas <= spec.num_sms * config.ctas_per_sm and not (spec.d.aligned and spec.n % 8)
+
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        return offered.splits_in_one_round(spec, configs)
+
+    def has_map_d(self, params: KernelParams) -> bool:
+        """Even if D is stored directly."""
+        return True
 
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         return register_split(config)

@@ -4,16 +4,19 @@ tiles."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ..arch import SM90, ArchSpec
-from ..params import GemmConfig, KernelParams
-from ..spec import SCALE_BLOCK, GemmSpec, ceil_div
-from .gemm_features import PACKING, Counts
-from .groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
-from .template import BARRIER_BYTES, BYTES, MAX_STAGES, ONE_ORDER, Template, stages_that_fit
+from ...arch import SM90, ArchSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import SCALE_BLOCK, GemmSpec, ceil_div
+from ..gemm_features import PACKING, Counts
+from ..groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
+from ..template import BYTES
+from . import offered
+from .loads import left
+from .template import BARRIER_BYTES, MAX_STAGES, ONE_ORDER, HopperTemplate, stages_that_fit
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
 """Consumer warpgroups by the rows of a tile's sums. Only swap-AB tiles have three: others gained 0.1% with them over 86
@@ -50,7 +53,7 @@ _K_GROUP_BUFFERS = 2
 """Staging buffers of a consumer where there are groups along K."""
 
 
-class HalfGemm(Template):
+class HalfGemm(HopperTemplate):
     """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
     transpose D. ``groups``: "m" and "k" for groups along M and K, "batch" and "sum" for several
     products of equal size."""
@@ -76,15 +79,14 @@ class HalfGemm(Template):
     mma_instruction = "HGMMA"
     block_k = 64
     """Rows of 128 bytes, the widest swizzle of shared memory."""
-    tma_adds = True
+    adds_in_memory = True
 
     def __init__(self, swap_ab: bool = False, groups: str = "") -> None:
         self.swap_ab, self.groups = swap_ab, groups
         self.adds_residuals = not swap_ab
 
-    @property
-    def edge_map_d(self) -> bool:  # type: ignore[override]
-        return self.swap_ab
+    def rows_of_last_map_d(self, config: GemmConfig) -> int:
+        return left(config.block_m, 64) if self.swap_ab else 0
 
     def make(  # type: ignore[override]
         self,
@@ -186,6 +188,15 @@ class HalfGemm(Template):
         if spec.b.major == "mn" and config.block_n % (64 * config.cluster_m):
             return False
         return spec.a.major == "k" or config.block_m % (64 * config.cluster_n) == 0
+
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        return offered.of_16_bits(spec, configs)
+
+    def yields(self, config: GemmConfig) -> bool:
+        """Beside the same tile of another family, a swap-AB tile of many rows only transposes D as well."""
+        return config.swap_ab
 
     def finishes(self, config: GemmConfig) -> bool:
         """Swap-AB tiles have more sums than others."""

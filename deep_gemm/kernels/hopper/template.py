@@ -1,0 +1,209 @@
+"""What templates for Hopper share: one warpgroup loads operands by TMA, and the others multiply them by wgmma."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+from ...arch import ArchSpec
+from ...jit.binary import PostPass
+from ...jit.driver.launch import Map
+from ...params import GemmConfig, KernelParams
+from ...settings import settings
+from ...spec import GemmSpec, Operand, ceil_div
+from .. import groups
+from ..base import Argument, Numbers, Strides, Value
+from ..template import Constants, Grid, Template
+from . import launch
+from .launch import Boxes
+from .loads import left, operand_maps
+
+BARRIER_BYTES = 16
+"""Bytes of a stage's full and empty mbarriers."""
+
+MAX_STAGES = 16
+
+ONE_ORDER = "it sums K in one order, without splits"
+"""Why a batch refuses a config."""
+
+_CONSTANTS = {
+    "1d1d": "k1D1D",
+    "1d2d": "k1D2D",
+    "rowwise": "kRowwise",
+    "bf16": "kBf16",
+    "f16": "kF16",
+    "f32": "kF32",
+    "e4m3": "kE4m3",
+    "reads": "kReads",
+    "reduces": "kReduces",
+    "contiguous": "kIndex",
+    "psum": "kPsum",
+    "masked": "kMasked",
+    "k": "kAlongK",
+    "batched": "kBatched",
+    "summed": "kSummed",
+    "summed in parts": "kSummedInParts",
+    "heads": "kHeads",
+}
+"""In device code: scalings, elements of D, ways to add C, and forms of groups."""
+
+_MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
+
+
+class HopperTemplate(Template):
+    """A template with a producer warpgroup and ``num_consumers`` consumer warpgroups."""
+
+    constant_names: ClassVar[tuple[str, ...]]
+    """The constants that it has, besides those that all templates for Hopper have; see `constants`."""
+
+    def unreadable(self, name: str, operand: Operand) -> str | None:
+        return None if operand.aligned else f"{super().unreadable(name, operand)} for TMA"
+
+    def num_threads(self, config: GemmConfig) -> int:
+        return 128 * (config.num_consumers + 1)
+
+    @abstractmethod
+    def registers(self, config: GemmConfig) -> tuple[int, int]:
+        """(producer, consumer) registers a thread, for setmaxnreg."""
+
+    def min_ctas(self, config: GemmConfig) -> int:
+        """CTAs on an SM for which the compiler budgets registers. Most CTAs with one consumer get half of an SM's
+        registers, even if only one CTA runs on the SM: that is enough."""
+        return 2 if config.num_consumers == 1 else config.ctas_per_sm
+
+    def mma_n(self, config: GemmConfig) -> int:
+        """Columns of one wgmma."""
+        return config.width
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        return launch.arguments(params, self)
+
+    def constants(self, params: KernelParams, given: Constants) -> Constants:
+        p, c = params, params.gemm
+        producer, consumer = self.registers(c)
+        majors = p.majors[::-1] if c.swap_ab else p.majors  # of the operands of wgmma
+        buffers, late = self.staging(p)
+        steps = {"k": "kStepKMajor", "m": "kStepMnMajor"}
+        own: dict[str, str | int | bool] = {
+            "block_n": c.block_n,
+            "cluster_m": c.cluster_m,
+            "cluster_n": c.cluster_n,
+            "cluster_k": c.cluster_k,
+            "num_partials": c.num_partials,
+            "turns": turns(c),
+            "persistent": c.persistent,
+            "min_ctas": self.min_ctas(c),
+            "scaling": _CONSTANTS.get(p.scaling, ""),
+            "element": _CONSTANTS[p.output],
+            "accumulate": _CONSTANTS.get(p.accumulate, "kNothing"),
+            "buffers": buffers,
+            "late": late,
+            "swapped": c.swap_ab,
+            "mn_major_a": p.majors[0] == "m",
+            "mn_major_b": p.majors[1] == "m",
+            "grouping": _CONSTANTS.get(f"{p.grouping} in parts" if c.parts else p.grouping, "kUngrouped"),
+            "segments": p.segments,
+            "a_rows": groups.a_rows(p.grouping, p.dtype, c),
+        }
+        return {
+            "block_m": c.block_m,
+            "num_stages": c.num_stages,
+            "num_consumers": c.num_consumers,
+            "num_threads": self.num_threads(c),
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+            **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
+            "tma_store": p.store == "tma",
+            "mma_n": self.mma_n(c),
+            "mma_types": _MMA_TYPES[p.dtype],
+            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'm')}" for major in majors),
+            "step_a": steps[majors[0]],
+            "step_b": steps[majors[1]],
+            **{name: own[name] for name in self.constant_names},
+            **given,
+        }
+
+    def has_runs(self, params: KernelParams) -> bool:
+        """Whether promotion multiplies runs of sums by one factor, whose FFMAs are edited. 1D1D has no such runs, and
+        scales of rows are multiplied in the epilogue."""
+        return params.scaling == "1d2d"
+
+    def post_pass(self, params: KernelParams) -> PostPass | None:
+        """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off."""
+        if not (self.has_runs(params) and settings.ffma_bursts):
+            return None
+        from . import ffma_bursts  # here: only kernels that are built need it
+
+        return ffma_bursts.POST_PASS
+
+    # ---- a launch
+
+    def launch(
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    ) -> tuple[Grid, dict[str, Value]]:
+        return launch.launch(self, params, spec, strides, numbers, early)
+
+    def stores_by_tma(self, params: KernelParams) -> bool:
+        """Whether TMA stores tiles to D, instead of the warps that staged or multiplied them."""
+        return params.store == "tma" and params.gemm.persistent
+
+    def has_map_d(self, params: KernelParams) -> bool:
+        """Whether there is a parameter for a tensor map of D."""
+        return self.stores_by_tma(params)
+
+    def rows_of_last_map_d(self, config: GemmConfig) -> int:
+        """Rows of the boxes of a second map of D, for the last rows of a tile; 0 if there is none."""
+        return 0
+
+    def box_columns(self, config: GemmConfig, output: str) -> int:
+        """Columns of one box of staged sums."""
+        raise NotImplementedError(f"{self.file} stores no tiles by TMA")
+
+    def staging(self, params: KernelParams) -> tuple[int, bool]:
+        """Staging buffers of a consumer, and whether a tile is stored while the next tile's products run."""
+        return params.gemm.buffers, False
+
+    def last_rows(self, config: GemmConfig, m: int) -> int:
+        """Rows of A that are loaded for the last row of tiles."""
+        return left(m, config.block_m)
+
+    def maps_of_b(self, params: KernelParams, spec: GemmSpec, strides: Strides) -> tuple[list[Map], Map, int]:
+        """The tensor maps of B without groups, that of its edge box, and the rows of the edge box, or ``block_n`` if no
+        box crosses the edge."""
+        c = params.gemm
+        if self.gated:
+            map_b, map_b_last = launch.gated_maps(self, params, spec, spec.n, strides)
+            return [map_b], map_b_last, c.block_n
+        columns, boxes = left(spec.n, c.block_n), launch.boxes(spec, spec.b, "b", strides)
+        map_b, map_b_last = operand_maps(boxes, "b", spec.n, c.block_n // c.cluster_m, columns)
+        return [map_b], map_b_last, columns
+
+    def maps_of_scales(self, boxes: Boxes, config: GemmConfig, m: int) -> dict[str, Value]:
+        """The tensor maps of A's scales of 1x128, where B's are of 128x128."""
+        return {"map_scale_a": Map(boxes(config.block_m), "sfa")}
+
+    def num_ctas(self, config: GemmConfig, m: int, n: int, num_sms: int) -> int:
+        """Grid size: as many CTAs as can be resident, or fewer if there are fewer tiles, in whole clusters; one CTA for
+        each tile if not persistent."""
+        c = config
+        tiles = ceil_div(m, c.block_m * c.cluster_m) * ceil_div(n, c.block_n * c.cluster_n)
+        slots = max(1, num_sms * c.ctas_per_sm // c.cluster_size)
+        return (self.clusters(c, tiles, slots) if c.persistent else tiles) * c.cluster_size
+
+    def clusters(self, config: GemmConfig, tiles: int, slots: int) -> int:
+        """Clusters of a persistent launch, where ``slots`` can be resident."""
+        return min(tiles, slots)
+
+
+def stages_that_fit(arch: ArchSpec, config: GemmConfig, rest: int, stage: int) -> int:
+    """The number of stages of ``stage`` bytes that fit beside ``rest`` bytes, at most those of ``config``."""
+    budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
+    return max(0, min(config.num_stages, (budget - rest) // stage))
+
+
+def turns(config: GemmConfig) -> int:
+    """The number of consumers that start products in turn, or 1 if they do not. Without turns all consumers promote at
+    the same time, and the tensor cores idle: with turns, M = N = 4096, K = 7168 took 190 instead of 215 us with 128x192
+    tiles and 170.8 instead of 172.4 us with 256x128 (H200). Configs that issue products ahead became slower with
+    turns."""
+    return config.num_consumers if config.num_partials == config.k_splits == 1 else 1
