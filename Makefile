@@ -44,9 +44,11 @@ STAMP := $(VENV)/.installed-$(INSTALL)$(XDIST)
 demo: $(STAMP)
 	cd tests && $(RUN) -m deep_gemm demo
 
-test: SELECT := -m "not long"
+# Without a GPU, tests/gpu would only be collected, in each process.
+test: SELECT := -m "not long" unit compile $(if $(PARALLEL),,gpu)
+test-all: SELECT := unit compile gpu
 test-all test: $(STAMP)
-	cd tests && $(RUN) -m pytest unit compile gpu $(SELECT) $(PARALLEL) $(PYTEST_ARGS)
+	cd tests && $(RUN) -m pytest $(SELECT) $(PARALLEL) $(PYTEST_ARGS)
 
 faults: $(STAMP)
 	cd tests && for run in $$(seq $(COUNT)); do \

@@ -151,6 +151,7 @@ def test_a_consumer_has_all_columns_of_a_scale(grouping: str, scaling: Any) -> N
     assert all(kernels.gemm_family(each.config.family).rules.mma_n(each.config) == 128 for each in ranked)
 
 
+@pytest.mark.long
 @pytest.mark.compile
 @pytest.mark.parametrize("text", ["fp8", "alpha+rows+bias:f32+gelu_erf+fp8:ue8m0", "bias:bf16+silu+fp8"])
 @pytest.mark.parametrize(("scaling", "tile"), [("1d2d", (128, 256, (2, 1), 1, 1)), ("rowwise", (128, 128))])

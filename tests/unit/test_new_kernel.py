@@ -17,6 +17,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["new-kernel", *arguments])
 
 
+@pytest.mark.long
 @pytest.mark.compile
 def test_its_own_test_passes(tmp_path: Path) -> None:
     """Without a GPU by compiling, and with one by running too."""

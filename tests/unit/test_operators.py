@@ -109,7 +109,7 @@ LAYERS = [dense_added, fp8, casts, contiguous_fp8, masked, logits, norms, activa
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.long)], ids=["static", "dynamic"])
 def test_a_compiled_layer_is_one_graph_for_all_m(layer: Callable[[Tensor], Any], dynamic: bool) -> None:
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for m in ROWS if dynamic else ROWS[:1]:
@@ -122,7 +122,7 @@ def test_a_compiled_layer_is_one_graph_for_all_m(layer: Callable[[Tensor], Any],
 EXPORTED = [(dense, "bf16_gemm"), (token_cast, "fp8_gemm"), (fp8, "quantize_plain")]
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("layer", "name"), EXPORTED)
 def test_an_exported_program_calls_the_operator(layer: Callable[[Tensor], Any], name: str, strict: bool) -> None:
     class Layer(torch.nn.Module):
@@ -149,6 +149,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.limit(400)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_package_runs_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,7 @@ def test_one_kernel_is_unpacked_once(pack: Path, monkeypatch: pytest.MonkeyPatch
     assert len(unpacked) == 1
 
 
+@pytest.mark.long
 def test_every_flipped_bit_is_found_and_never_served(pack: Path, tmp_path: Path) -> None:
     """One bit of each 16 bytes: names, sizes, head, table, streams."""
     good, rng, bad = pack.read_bytes(), random.Random(0), tmp_path / "bad.dgpack"

@@ -255,6 +255,7 @@ ALL = "alpha+rows+bias:bf16+swiglu+clamp:7.0+fp8:ue8m0"
 
 
 @pytest.mark.compile
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "tile", "texts"),
     [

@@ -41,6 +41,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> list[tuned.Shape]:
     return tuned.shapes_of(path)
 
 
+@pytest.mark.long
 def test_measuring_beats_the_model(shapes: list[tuned.Shape]) -> None:
     """The numbers of docs/tuning.md: 0.985 is what the tuner must reach."""
     found = {top: geometric_mean(values) for top, values in tuned.judge(shapes).items()}
