@@ -93,7 +93,7 @@ class LogitsKernel(Kernel):
         return self._shared(self.typed(params), self.stages(params))
 
     def _shared(self, c: LogitsConfig, stages: int) -> int:
-        visit = align(20 + 8 * c.tokens, 16) + 4 * c.tokens * c.heads
+        visit = align(16 + 8 * c.tokens, 16) + 4 * c.tokens * c.heads
         stage = UNIT_KEYS * c.dim + (UNIT_KEYS * 4 if self.paged else 0)
         staging = 2 * c.num_consumers * c.tokens * (UNIT_KEYS + 8) * 4
         return 2 * c.tokens * c.heads * c.dim + stages * (stage + 16) + staging + 2 * visit + 4 * 8 + 128

@@ -11,6 +11,9 @@ from ..spec import LogitsSpec, Spec
 from .base import Argument, Numbers, Strides, Value, parameters
 from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsKernel
 
+MAX_PAIRS = 1 << 39
+"""Pairs of a query and a key whose costs, two for a tile of 128 keys by four queries, add up to less than 2^32."""
+
 
 class PromptLogits(LogitsKernel):
     """See ``templates/include/logits_prefill.cuh``."""
@@ -22,7 +25,11 @@ class PromptLogits(LogitsKernel):
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except logits over one matrix of keys."""
-        return self.refused_sizes(spec) if isinstance(spec, LogitsSpec) else "it computes logits of prompts"
+        if not isinstance(spec, LogitsSpec):
+            return "it computes logits of prompts"
+        if spec.rows * spec.keys > MAX_PAIRS:
+            return f"it shares out {MAX_PAIRS} pairs of a query and a key at most, not {spec.rows} x {spec.keys}"
+        return self.refused_sizes(spec)
 
     def configs(self, arch: ArchSpec) -> tuple[LogitsConfig, ...]:
         """One for each kind of heads."""

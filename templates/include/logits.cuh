@@ -36,37 +36,46 @@ DG_DEVICE void multiply_16x8(float (&sum)[4], const u32* a, u32 b0, u32 b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The high or the low part of two weights, as a pair of bf16. The high part is cut off, not rounded, so that it stays finite.
-DG_DEVICE u32 part_of_pair(float first, float second, bool low) {
-  u32 high;
-  asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(second), "f"(first));
-  if (!low) return high;
-  // The rest of an infinity or a NaN counts as 0: the high part has it already.
-  const float rest0 = first - __uint_as_float(high << 16), rest1 = second - __uint_as_float(high & 0xFFFF0000);
-  u32 rest;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rest) : "f"(rest1 == rest1 ? rest1 : 0.0f), "f"(rest0 == rest0 ? rest0 : 0.0f));
-  return rest;
-}
+// A block of queries' weights in shared memory, as operands of the second product: of each query the high parts and the low parts, as
+// pairs of bf16. Head 8 * g + 2 * t is the first of pair g of lane t of four, and a lane's pairs are neighbours.
+template <class C>
+using WeightPairs = u32[C::kTokens][2][4][C::kHeads / 8];
 
-// Weights of a block of queries: how the producer brings them to shared memory.
+// How the producer brings weights to shared memory.
 template <class C>
 struct LogitWeights {
-  enum : u32 { kAll = C::kTokens * C::kHeads, kEach = kAll / 32 };
-  static_assert(kAll % 32 == 0);
+  enum : u32 { kHeadPairs = C::kHeads / 2, kPairs = C::kTokens * kHeadPairs, kEach = ceil_div(kPairs, 32) };
 
-  float loaded[kEach];
+  float loaded[kEach][2];
 
   // `row` is the first query's row of weights. Rows from `rows` on count as zeros.
   DG_DEVICE void load(const float* weights, i64 stride, u32 row, u32 rows, u32 lane) {
 #pragma unroll
     for (u32 i = 0; i < kEach; ++i) {
-      const u32 own = row + (32 * i) / C::kHeads;
-      loaded[i] = own < rows ? weights[own * stride + 32 * i % C::kHeads + lane] : 0.0f;
+      const u32 pair = 32 * i + lane, own = row + pair / kHeadPairs;
+      const bool exists = pair < kPairs && own < rows;
+      const float* from = weights + own * stride + pair % kHeadPairs * 2;
+      loaded[i][0] = exists ? from[0] : 0.0f;
+      loaded[i][1] = exists ? from[1] : 0.0f;
     }
   }
-  DG_DEVICE void store(float (&to)[C::kTokens][C::kHeads], u32 lane) const {
+  DG_DEVICE void store(WeightPairs<C>& to, u32 lane) const {
 #pragma unroll
-    for (u32 i = 0; i < kEach; ++i) to[32 * i / C::kHeads][32 * i % C::kHeads + lane] = loaded[i];
+    for (u32 i = 0; i < kEach; ++i) {
+      const u32 pair = 32 * i + lane, head_pair = pair % kHeadPairs;
+      if (pair < kPairs) {
+        u32(&parts)[2][4][C::kHeads / 8] = to[pair / kHeadPairs];
+        split(loaded[i], parts[0][head_pair % 4][head_pair / 4], parts[1][head_pair % 4][head_pair / 4]);
+      }
+    }
+  }
+
+  // The high part is cut off, not rounded, so that it stays finite.
+  static DG_DEVICE void split(const float (&weights)[2], u32& high, u32& low) {
+    asm("cvt.rz.bf16x2.f32 %0, %1, %2;" : "=r"(high) : "f"(weights[1]), "f"(weights[0]));
+    // The rest of an infinity or a NaN counts as 0: the high part has it already.
+    const float rest0 = weights[0] - __uint_as_float(high << 16), rest1 = weights[1] - __uint_as_float(high & 0xFFFF0000);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(low) : "f"(rest1 == rest1 ? rest1 : 0.0f), "f"(rest0 == rest0 ? rest0 : 0.0f));
   }
 };
 
@@ -77,9 +86,8 @@ struct LogitVisit {
   u32 first_key;  // of the run
   u32 row;        // of the result, for the first query
   u32 rows;       // how many of the queries exist
-  u32 shifts;     // whether a query's columns begin at its `start`
   u32 start[C::kTokens], end[C::kTokens];  // keys that each query attends
-  alignas(16) float weights[C::kTokens][C::kHeads];
+  alignas(16) WeightPairs<C> weights;
 };
 
 // Shared memory, and what all roles know of it.
@@ -111,45 +119,68 @@ struct LogitPlaces {
   DG_DEVICE LogitVisit<C>& visit(u32 slot) const {
     return reinterpret_cast<LogitVisit<C>*>(shared + kOffsetVisits)[slot];
   }
-  // Completes when a visit and its queries are in shared memory, and when all consumers have done with them.
+  // Completes when a visit and its queries are in shared memory: lane 0 arrives for the queries, and each lane for the visit; and when
+  // all consumers have done with them.
   DG_DEVICE u32 visit_full(u32 slot) const { return base + kOffsetBarriers + Barriers::kBytes + slot * 8; }
   DG_DEVICE u32 visit_empty(u32 slot) const { return visit_full(slot) + 16; }
 
-  DG_DEVICE void init() const {
-    barriers.init();
-    for (u32 slot = 0; slot < 2; ++slot) {
-      barrier_init(visit_full(slot), 32);
-      barrier_init(visit_empty(slot), 4 * C::kConsumers);
+  // By one warp, since nothing is loaded before.
+  DG_DEVICE void init(u32 lane) const {
+    if (lane < C::kStages) {
+      barrier_init(barriers.full(lane), 1);
+      barrier_init(barriers.empty(lane), 4);
+    }
+    if (lane < 2) {
+      barrier_init(visit_full(lane), 1 + 32);
+      barrier_init(visit_empty(lane), 4 * C::kConsumers);
     }
     barrier_init_fence();
   }
+
+  // By one thread: loads a visit's queries, from `row` on.
+  DG_DEVICE void load_queries(u32 slot, const TensorMap* map_q, u32 row) const {
+    barrier_arrive_expect(visit_full(slot), kQueryBytes);
+    tma_load(queries(slot), map_q, visit_full(slot), 0, row);
+  }
 };
 
-// The producer warp's side of visits and stages. All its lanes call these together.
+// A producer warp's side of visits and stages. All its lanes call these together. Pages are loaded by a warp for each consumer, which
+// fills that one's stages; other keys by one warp.
 template <class C>
 struct LogitProducer {
   using Places = LogitPlaces<C>;
   const Places& places;
   u32 lane;
+  bool begun;               // whether the first visit's queries are being loaded already
   u32 slot = 0, round = 0;  // of visits
   PipelineCursor<C::kStages> cursor;
 
-  DG_DEVICE LogitProducer(const Places& places, u32 lane) : places(places), lane(lane) { cursor.parity = 1; }
+  DG_DEVICE LogitProducer(const Places& places, u32 lane, bool begun, u32 first_stage = 0)
+      : places(places), lane(lane), begun(begun), cursor{first_stage, 1} {}
 
-  // Waits for room, then calls `fill(visit)`, and publishes it with the queries from `row_of_queries` on.
-  template <class Fill>
-  DG_DEVICE void visit(const TensorMap* map_q, u32 row_of_queries, bool last, const Fill& fill) {
+  // Waits for room for a visit, and loads its queries, from `row` on. `publish` comes next.
+  DG_DEVICE void begin(const TensorMap* map_q, u32 row) {
     barrier_wait(places.visit_empty(slot), round ^ 1);
+    if (lane == 0 && !begun) places.load_queries(slot, map_q, row);
+    begun = false;
+  }
+
+  // Calls `fill(visit)`, and publishes the visit.
+  template <class Fill>
+  DG_DEVICE void publish(const Fill& fill) {
     fill(places.visit(slot));
-    const u32 full = places.visit_full(slot);
-    if (lane == 0 && !last) {
-      barrier_arrive_expect(full, Places::kQueryBytes);
-      tma_load(places.queries(slot), map_q, full, 0, row_of_queries);
-    } else {
-      barrier_arrive(full);
-    }
+    barrier_arrive(places.visit_full(slot));
     round ^= slot;
     slot ^= 1;
+  }
+
+  // Publishes that there is no more work.
+  DG_DEVICE void end() {
+    barrier_wait(places.visit_empty(slot), round ^ 1);
+    if (lane == 0 && !begun) barrier_arrive(places.visit_full(slot));
+    publish([&](LogitVisit<C>& visit) {
+      if (lane == 0) visit.units = 0;
+    });
   }
 
   // Waits for the next stage to be empty, and announces that its bytes come.
@@ -157,7 +188,7 @@ struct LogitProducer {
     const u32 stage = cursor.stage;
     barrier_wait(places.barriers.empty(stage), cursor.parity);
     if (lane == 0) barrier_arrive_expect(places.barriers.full(stage), Places::kStageBytes + Places::kScaleBytes);
-    cursor.advance();
+    cursor.template advance<C::kPaged ? C::kConsumers : 1>();
     return stage;
   }
 };
@@ -168,7 +199,7 @@ struct LogitConsumer {
   // Sets of up to four queries, and chunks of 16 heads. Each query has one operand of weights for each chunk.
   enum : u32 { kSets = ceil_div(C::kTokens, 4), kChunks = C::kHeads / 16 };
   enum : u32 { kWords = kSets * kChunks * 2, kPairs = C::kTokens * kChunks * 4 };
-  enum : u32 { kOutputs = ceil_div(C::kTokens * kUnitKeys, 128) };  // of a thread in one unit
+  enum : u32 { kOutputs = ceil_div(C::kTokens * kUnitKeys, 128), kSize = C::kBf16 ? 2 : 4 };  // of a thread in one unit; bytes of one
   static_assert(Mma::kN == Places::kRows && C::kHeads % 16 == 0);
 
   const Arguments& arg;
@@ -182,13 +213,17 @@ struct LogitConsumer {
 
   // The second product's operand of weights. Lane 4 g + t has column g, which is the high (g even) or the low part of the weights of
   // the set's query g / 2, or of another one if there is no such query.
-  static DG_DEVICE void load_weights(u32 (&words)[kWords], const float (&from)[C::kTokens][C::kHeads], u32 lane) {
-    const bool low = lane / 4 % 2 != 0;
-    for_each<kWords>([&](auto word) {
-      constexpr u32 kSet = decltype(word)::kValue / (2 * kChunks), kGroup = decltype(word)::kValue % (2 * kChunks);
-      const float* pair = from[4 * kSet + lane / 8 % queries(kSet)] + 8 * kGroup + 2 * (lane % 4);
-      words[decltype(word)::kValue] = part_of_pair(pair[0], pair[1], low);
-    });
+  static DG_DEVICE void load_weights(u32 (&words)[kWords], const WeightPairs<C>& from, u32 lane) {
+#pragma unroll
+    for (u32 set = 0; set < kSets; ++set) {
+      const u32 at = shared_address(from[4 * set + lane / 8 % queries(set)][lane / 4 % 2][lane % 4]);
+#pragma unroll
+      for (u32 word = 0; word < 2 * kChunks; word += 4) {
+        const Bytes16 four = load_shared_16(at + word * 4);
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) words[set * 2 * kChunks + word + i] = four.words[i];
+      }
+    }
   }
 
   // Scores of the unit that was multiplied, as pairs of bf16.
@@ -230,11 +265,25 @@ struct LogitConsumer {
     }
   }
 
-  // The rows of the result that this thread writes in a visit.
-  struct Row {
-    u8* at;             // of key 0
-    u32 start, length;  // keys that the query attends
-    bool exists;
+  // The rows of the result that this thread writes in a visit: every second one.
+  struct Rows {
+    u8* at[kOutputs];                       // of key 0
+    u32 start[kOutputs], length[kOutputs];  // keys that each query attends
+    u32 exist;                              // how many of the visit's rows exist
+
+    DG_DEVICE void load(const LogitVisit<C>& visit, const Arguments& arg, u32 thread) {
+      exist = visit.rows;
+#pragma unroll
+      for (u32 i = 0; i < kOutputs; ++i) {
+        const u32 token = (i * 128 + thread) / kUnitKeys;
+        const bool real = token < C::kTokens;
+        start[i] = real ? visit.start[token] : 0;
+        length[i] = (real ? visit.end[token] : 0) - start[i];
+        i64 shift = 0;
+        if constexpr (!C::kPaged) shift = arg.compressed ? start[i] : 0;
+        at[i] = arg.out + ((visit.row + token) * arg.out_stride - shift) * kSize;
+      }
+    }
   };
 
   static DG_DEVICE void put(u8* at, i64 index, float value) {
@@ -251,7 +300,7 @@ struct LogitConsumer {
     if constexpr (C::kPaged) {
       return load_shared(places.scales(stage) + thread % kUnitKeys * 4);
     } else {
-      return key < arg.keys ? arg.scales[key] : 0.0f;
+      return arg.scales[min_of(key, arg.keys - 1)];
     }
   }
 
@@ -262,54 +311,38 @@ struct LogitConsumer {
     if constexpr (!C::kPaged) filled = arg.filled;
     PipelineCursor<C::kStages> cursor;
     cursor.stage = consumer;
-    u32 slot = 0, round = 0, unit = consumer, buffer = 0;
+    u32 slot = 0, round = 0, unit = consumer;
+    // Of the unit that was multiplied last. Before the first one no logit is written, since no query attends a key.
+    u32 pairs[kPairs] = {}, words[kWords] = {}, key = 0, buffer = 0;
+    float logit[kSets][2], scale = 0.0f;
+    Rows rows{};
     const u32 staging = places.base + Places::kOffsetStaging + consumer * 2 * Places::kStagingBytes;
+    const auto write = [&] {
+      const u32 to = staging + buffer * Places::kStagingBytes;
+      buffer ^= 1;
+      stage_logits(logit, to);
+      // Two buffers: a thread that writes this one again has met all others at the barrier of the unit between.
+      named_barrier_sync(kConsumerBarrier + consumer, 128);
+#pragma unroll
+      for (u32 i = 0; i < kOutputs; ++i) {
+        const u32 token = (i * 128 + thread) / kUnitKeys;
+        if (token < C::kTokens) {
+          const bool attended = key - rows.start[i] < rows.length[i];
+          const float sum = load_shared(to + (token * Places::kStagingRow + thread % kUnitKeys) * 4);
+          if (attended || (token < rows.exist && key < filled)) put(rows.at[i], key, attended ? sum * scale : minus_infinity);
+        }
+      }
+    };
     Mma::declare();
     turns.begin();
     while (true) {
       barrier_wait(places.visit_full(slot), round);
       const LogitVisit<C>& visit = places.visit(slot);
-      const u32 units = uniform(visit.units), first_key = visit.first_key;
+      const u32 units = uniform(visit.units);
       if (units == 0) break;
-      u32 words[kWords];
-      load_weights(words, visit.weights, lane());
-      Row rows[kOutputs];
-#pragma unroll
-      for (u32 i = 0; i < kOutputs; ++i) {
-        const u32 token = (i * 128 + thread) / kUnitKeys;
-        const bool real = token < C::kTokens;
-        const u32 start = real ? visit.start[token] : 0;
-        const i64 shift = visit.shifts ? start : 0;
-        rows[i].start = start;
-        rows[i].length = (real ? visit.end[token] : 0) - start;
-        rows[i].exists = token < visit.rows;
-        rows[i].at = arg.out + ((visit.row + token) * arg.out_stride - shift) * (C::kBf16 ? 2 : 4);
-      }
       const u64 b = row_descriptor<C::kDim>(places.queries(slot));
-      u32 key = first_key + unit * kUnitKeys + thread % kUnitKeys;
-      const auto write = [&](const float (&logit)[kSets][2], u32 key, float scale) {
-        const u32 to = staging + buffer * Places::kStagingBytes;
-        buffer ^= 1;
-        stage_logits(logit, to);
-        // Two buffers: a thread that writes this one again has met all others at the barrier of the unit between.
-        named_barrier_sync(kConsumerBarrier + consumer, 128);
-#pragma unroll
-        for (u32 i = 0; i < kOutputs; ++i) {
-          const u32 token = (i * 128 + thread) / kUnitKeys;
-          if (token < C::kTokens) {
-            const bool attended = key - rows[i].start < rows[i].length;
-            const float sum = load_shared(to + (token * Places::kStagingRow + thread % kUnitKeys) * 4);
-            if (attended || (rows[i].exists && key < filled)) put(rows[i].at, key, attended ? sum * scale : minus_infinity);
-          }
-        }
-      };
-      u32 pairs[kPairs] = {};
-      float logit[kSets][2], last_scale = 0.0f;
       for (bool first = true; unit < units; unit += C::kConsumers, first = false) {
-        float scale = 0.0f;
-        if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);
         barrier_wait(places.barriers.full(cursor.stage), cursor.parity);
-        if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
         const u64 a = row_descriptor<C::kDim>(places.keys(cursor.stage));
         if constexpr (C::kTurns) {
           // The tensor cores are slow where sums over heads interleave with another consumer's products. So a turn is both: the sums
@@ -320,30 +353,35 @@ struct LogitConsumer {
         wgmma_fence();
         Mma::multiply(a, b);
         wgmma_commit();
-        if constexpr (C::kTurns) {
-          if (!first) write(logit, key - C::kConsumers * kUnitKeys, last_scale);
+        if constexpr (C::kTurns) write();
+        if (first) {
+          load_weights(words, visit.weights, lane());
+          rows.load(visit, arg, thread);
+          key = visit.first_key + unit * kUnitKeys + thread % kUnitKeys;
+        } else {
+          key += C::kConsumers * kUnitKeys;
         }
+        if constexpr (C::kPaged) scale = scale_of(key, cursor.stage);
         wgmma_wait<0>();
         turns.pass();
+        if constexpr (!C::kPaged) scale = scale_of(key, cursor.stage);  // long before it is needed, but the turn comes first
         places.barriers.release(cursor.stage, lane());
         cursor.template advance<C::kConsumers>();
         clip(pairs);
         if constexpr (!C::kTurns) {
           sum_heads(pairs, words, lane(), logit);
-          write(logit, key, scale);
+          write();
         }
-        last_scale = scale;
-        key += C::kConsumers * kUnitKeys;
-      }
-      if constexpr (C::kTurns) {
-        sum_heads(pairs, words, lane(), logit);
-        write(logit, key - C::kConsumers * kUnitKeys, last_scale);
       }
       unit -= units;
       __syncwarp();
       if (lane() == 0) barrier_arrive(places.visit_empty(slot));
       round ^= slot;
       slot ^= 1;
+    }
+    if constexpr (C::kTurns) {
+      sum_heads(pairs, words, lane(), logit);
+      write();
     }
     turns.end();
   }

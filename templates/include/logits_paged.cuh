@@ -11,6 +11,8 @@ struct PagedLogits {
   using Places = LogitPlaces<C>;
   using Weights = LogitWeights<C>;
 
+  static_assert(C::kConsumers <= 4);  // each has a producer warp
+
   const Arguments& arg;
   Places places;
 
@@ -28,99 +30,104 @@ struct PagedLogits {
     return index < arg.table_width ? arg.table[request * arg.table_stride + index] : 0xFFFFFFFF;
   }
 
-  // Copies of a request's keys and scales in units of 64 keys, each of one or more pages.
-  struct Units {
-    u32 request, first_page, pages, done;  // `pages`: all that are copied
-    u32 next, entries;                     // entries of the block table, one for each lane: of 32 pages, and of those before
-  };
-
-  // Starts copies until `pages` of the request are done.
-  DG_DEVICE void load(LogitProducer<C>& producer, Units& units, u32 pages, u32 lane) const {
-    const u32 each = kUnitKeys / arg.page_keys;
-    while (units.done < pages) {
-      // Entries are loaded 32 at a time, and long before they are needed.
-      if (units.done % 32 == 0) {
-        units.entries = units.next;
-        if (units.done + 32 < units.pages) units.next = page(units.request, units.first_page + units.done + 32 + lane);
-      }
-      const u32 end = min_of(pages, units.done / 32 * 32 + 32);
-      for (; units.done < end; units.done += each) {
-        const u32 stage = producer.next_stage(), full = places.barriers.full(stage);
-        for (u32 i = 0; i < each; ++i) {
-          const u32 block = __shfl_sync(0xFFFFFFFF, units.entries, units.done % 32 + i);
-          if (lane == 0) {
-            // Pages are read once: they would evict what other kernels need again (2% faster on an H100).
-            tma_load_3d(places.keys(stage) + i * arg.page_keys * C::kDim, arg.map_k, full, 0, 0, block, evict_first());
-            tma_load(places.scales(stage) + i * arg.page_keys * 4, arg.map_s, full, 0, block, evict_first());
-          }
-        }
-      }
-    }
-  }
-
-  DG_DEVICE void produce(u32 lane) const {
-    LogitProducer<C> producer(places, lane);
+  // Producer warp `warp` loads the units of consumer `warp`, each of one or more pages. One warp alone takes 500 cycles a unit, as
+  // long as HBM does, and keys in L2 would wait for it. Warp 0 publishes visits, too.
+  DG_DEVICE void produce(u32 warp, u32 lane) const {
+    LogitProducer<C> producer(places, lane, false, warp);
     const u32* bounds = arg.schedule + 2 * blockIdx.x;
     u32 request = bounds[0], split = bounds[1];
     const u32 last_request = bounds[2], last_split = bounds[3], last_token = arg.next_n - 1;
     const u32 groups = ceil_div(arg.next_n, C::kTokens);
+    const u32 halves = arg.page_keys < kUnitKeys ? 1 : 0, each = 1 << halves, batch = 32 >> halves;  // a unit has one page or two
+    // A lane's entry of the block table: of a page of the `batch` units that this warp loads from `unit` of a split on.
+    const auto entry_of = [&](u32 request, u32 split, u32 unit) {
+      return page(request, ((split * (kSplitKeys / kUnitKeys) + unit + (lane >> halves) * C::kConsumers) << halves) + (lane & halves));
+    };
+    Weights weights;
+    const auto load_weights = [&](u32 request, u32 token) {
+      const u32 rows = min_of(request + 1, arg.batch) * arg.next_n;
+      if (warp == 0) weights.load(arg.weights, arg.weights_stride, request * arg.next_n + token, rows, lane);
+    };
+    u32 unit = warp;  // the next one of this warp, from the visit's first
+    u32 keys = length(request, last_token), next = request < arg.batch ? entry_of(request, split, unit) : 0;
+    load_weights(request, 0);
     bool cold = true;
-    u32 keys = length(request, last_token);
-    u32 entry = request < arg.batch ? page(request, split * (kSplitKeys / arg.page_keys) + lane) : 0;
     while (request < arg.batch && (request < last_request || (request == last_request && split < last_split))) {
-      const u32 first = split * kSplitKeys;
+      const u32 now = request, now_split = split, first = split * kSplitKeys;
       const u32 end = request == last_request ? min_of(keys, last_split * kSplitKeys) : keys;
-      const u32 now = request, entry_now = entry;
+      const u32 units = first < end ? ceil_div(end - first, kUnitKeys) : 0;
+      u32 entries = next;
+      // The next request's, long before they are needed.
       ++request;
       split = 0;
       keys = length(request, last_token);
-      if (request < arg.batch) entry = page(request, lane);
-      if (first >= end) continue;
-      const u32 units = ceil_div(end - first, kUnitKeys), each = kUnitKeys / arg.page_keys;
-      for (u32 group = 0; group < groups; ++group) {
+      if (request < arg.batch) next = entry_of(request, 0, (unit + C::kConsumers - units * groups % C::kConsumers) % C::kConsumers);
+      if (units == 0) load_weights(request, 0);
+      for (u32 group = 0; group < groups && units > 0; ++group) {
         const u32 row = now * arg.next_n, token = group * C::kTokens;
-        Weights weights;
-        weights.load(arg.weights, arg.weights_stride, row + token, row + arg.next_n, lane);
-        Units copies{now, first / arg.page_keys, units * each, 0, entry_now, 0};
-        // The first pages do not wait for weights; more of them would keep the queries waiting.
-        if (cold) load(producer, copies, min_of(units, 2) * each, lane);
+        if (group > 0) entries = entry_of(now, now_split, unit);
+        u32 done = 0, later = 0;
+        const auto load = [&](u32 end) {
+          for (; unit < end; unit += C::kConsumers, ++done) {
+            if (done == batch) {
+              entries = later;
+              done = 0;
+            }
+            if (done == 0 && unit + batch * C::kConsumers < units) later = entry_of(now, now_split, unit + batch * C::kConsumers);
+            const u32 stage = producer.next_stage(), full = places.barriers.full(stage);
+#pragma unroll 1
+            for (u32 i = 0; i < each; ++i) {
+              const u32 block = __shfl_sync(0xFFFFFFFF, entries, (done << halves) + i);
+              if (lane == 0) {
+                // Pages are read once: they would evict what other kernels need again (2% faster on an H100).
+                tma_load_3d(places.keys(stage) + i * arg.page_keys * C::kDim, arg.map_k, full, 0, 0, block, evict_first());
+                tma_load(places.scales(stage) + i * arg.page_keys * 4, arg.map_s, full, 0, block, evict_first());
+              }
+            }
+          }
+        };
+        if (warp == 0) producer.begin(arg.map_q, (row + token) * C::kHeads);
+        // The first pages do not wait for weights.
+        if (cold) load(min_of(units, C::kStages));
         cold = false;
-        producer.visit(arg.map_q, (row + token) * C::kHeads, false, [&](LogitVisit<C>& visit) {
-          weights.store(visit.weights, lane);
-          if (lane < C::kTokens) {
-            visit.start[lane] = 0;
-            visit.end[lane] = min_of(length(now, token + lane), arg.columns);
-          }
-          if (lane == 0) {
-            visit.units = units;
-            visit.first_key = first;
-            visit.row = row + token;
-            visit.rows = min_of(C::kTokens, arg.next_n - token);
-            visit.shifts = 0;
-          }
-        });
-        load(producer, copies, units * each, lane);
+        if (warp == 0) {
+          producer.publish([&](LogitVisit<C>& visit) {
+            weights.store(visit.weights, lane);
+            if (lane < C::kTokens) {
+              visit.start[lane] = 0;
+              visit.end[lane] = min_of(length(now, token + lane), arg.columns);
+            }
+            if (lane == 0) {
+              visit.units = units;
+              visit.first_key = first;
+              visit.row = row + token;
+              visit.rows = min_of(C::kTokens, arg.next_n - token);
+            }
+          });
+        }
+        const bool last = group + 1 == groups;
+        load_weights(last ? request : now, last ? 0 : token + C::kTokens);
+        load(units);
+        unit -= units;
       }
     }
-    producer.visit(arg.map_q, 0, true, [&](LogitVisit<C>& visit) {
-      if (lane == 0) visit.units = 0;
-    });
+    if (warp == 0) producer.end();
   }
 
   DG_DEVICE void run() const {
     const u32 warp = uniform(threadIdx.x / 32);
+    if (warp == 0) places.init(threadIdx.x % 32);
     if (threadIdx.x == 0) {
       tma_prefetch_map(arg.map_q);
       tma_prefetch_map(arg.map_k);
       tma_prefetch_map(arg.map_s);
-      places.init();
     }
     __syncthreads();
     wait_for_previous_kernel();
     allow_next_kernel();
     if (warp >= 4 * C::kConsumers) {
       registers_shrink<C::kProducerRegisters>();
-      if (warp == 4 * C::kConsumers) produce(threadIdx.x % 32);
+      if (warp < 5 * C::kConsumers) produce(warp - 4 * C::kConsumers, threadIdx.x % 32);
     } else {
       registers_grow<C::kConsumerRegisters>();
       LogitConsumer<C, Mma, Arguments>{arg, places, warp / 4, threadIdx.x % 128}.run();

@@ -2,53 +2,61 @@
 #pragma once
 #include "logits.cuh"
 
-enum : u32 { kFillColumns = 8192 };
+enum : u32 { kFillColumns = 8192, kTileCost = 2, kBlockCost = 1 };
 
-// The ranges of a block of queries. Queries that attend nothing have start = end = 0.
-template <class C>
-struct KeyRanges {
-  enum : u32 { kTileKeys = C::kConsumers * kUnitKeys };
-  u32 start[C::kTokens], end[C::kTokens];
+// Keys that a query attends: from `start` on, before `end`, which are both 0 if there are none.
+struct KeyRange {
+  u32 start, end;
 
   template <class Arguments>
-  DG_DEVICE void load(const Arguments& arg, u32 block) {
-#pragma unroll
-    for (u32 i = 0; i < C::kTokens; ++i) {
-      const u32 row = block * C::kTokens + i;
-      const int first = row < arg.rows ? arg.starts[row] : 0, last = row < arg.rows ? arg.ends[row] : 0;
-      start[i] = first > 0 ? first : 0;
-      end[i] = last > 0 ? min_of(last, arg.keys) : 0;
-      if (start[i] >= end[i]) start[i] = end[i] = 0;
-    }
-  }
-  // The first key of the block's run: a multiple of 32, so that rows are written from where 128 bytes begin.
-  DG_DEVICE u32 first() const {
-    u32 found = 0xFFFFFFFF;
-#pragma unroll
-    for (u32 i = 0; i < C::kTokens; ++i) {
-      if (end[i] > 0) found = min_of(found, start[i]);
-    }
-    return found & ~31u;
-  }
-  DG_DEVICE u32 tiles() const {
-    u32 found = 0;
-#pragma unroll
-    for (u32 i = 0; i < C::kTokens; ++i) found = max_of(found, end[i]);
-    return found > 0 ? ceil_div(found - first(), kTileKeys) : 0;
+  static DG_DEVICE KeyRange of(const Arguments& arg, u32 row) {
+    const int first = row < arg.rows ? arg.starts[row] : 0, last = row < arg.rows ? arg.ends[row] : 0;
+    const u32 start = first > 0 ? first : 0, end = last > 0 ? min_of(last, arg.keys) : 0;
+    return start < end ? KeyRange{start, end} : KeyRange{0, 0};
   }
 };
 
-// Each CTA does as many tiles as the others, of a unit for each consumer, one after the other in the order of queries.
+// The run of keys of a block of queries: those that any of them attends.
+template <class C>
+struct KeyRun {
+  enum : u32 { kTileKeys = C::kConsumers * kUnitKeys };
+  u32 first, last;
+
+  // `first` becomes a multiple of 32, so that rows are written from where 128 bytes begin.
+  DG_DEVICE KeyRun(u32 first, u32 last) : first(first & ~31u), last(last) {}
+
+  // By one thread.
+  template <class Arguments>
+  static DG_DEVICE KeyRun of(const Arguments& arg, u32 block) {
+    u32 first = 0xFFFFFFFF, last = 0;
+#pragma unroll
+    for (u32 i = 0; i < C::kTokens; ++i) {
+      const KeyRange range = KeyRange::of(arg, block * C::kTokens + i);
+      if (range.end > 0) first = min_of(first, range.start);
+      last = max_of(last, range.end);
+    }
+    return KeyRun(first, last);
+  }
+  // By a warp whose lanes have the queries' ranges, or empty ones.
+  static DG_DEVICE KeyRun of(const KeyRange& range) {
+    return KeyRun(__reduce_min_sync(0xFFFFFFFF, range.end > 0 ? range.start : 0xFFFFFFFF), __reduce_max_sync(0xFFFFFFFF, range.end));
+  }
+  // Tiles of a unit for each consumer.
+  DG_DEVICE u32 tiles() const { return last > 0 ? ceil_div(last - first, kTileKeys) : 0; }
+};
+
+// The work of a CTA: from a tile of a block of queries on, to before another one, in the order of queries.
 struct LogitShare {
-  u32 block, skipped, tiles;  // the first block of queries, its tiles that others do, and the tiles of this CTA
+  u32 block, tile, last_block, last_tile;
+  bool begun;  // whether the first block's queries are being loaded
 };
 
 template <class C, class Mma, class Arguments>
 struct PrefillLogits {
   using Places = LogitPlaces<C>;
-  using Ranges = KeyRanges<C>;
+  using Run = KeyRun<C>;
   using Weights = LogitWeights<C>;
-  enum : u32 { kThreads = 128 * (C::kConsumers + 1), kWarps = kThreads / 32, kTileKeys = Ranges::kTileKeys };
+  enum : u32 { kThreads = 128 * (C::kConsumers + 1), kWarps = kThreads / 32, kTileKeys = Run::kTileKeys };
 
   const Arguments& arg;
   Places places;
@@ -57,15 +65,22 @@ struct PrefillLogits {
 
   DG_DEVICE u32 blocks() const { return ceil_div(arg.rows, C::kTokens); }
 
-  // By all threads: counts the tiles of all blocks. `share` and `sums`, one number for each warp, are in shared memory.
+  // Whether each CTA does a block of queries, which has a tile at most. Then there is nothing to share out.
+  DG_DEVICE bool is_short() const { return blocks() <= gridDim.x && arg.keys <= kTileKeys; }
+
+  // A CTA costs as much as the others: a tile kTileCost, and a block of queries kBlockCost more. The first blocks of a prompt have a
+  // tile each, and the last ones have many.
+  static DG_DEVICE u32 cost(u32 tiles) { return tiles > 0 ? tiles * kTileCost + kBlockCost : 0; }
+
+  // By all threads: sums up the costs of all blocks. `share` and `sums`, one number for each warp, are in shared memory. The thread
+  // that finds the first block loads its queries.
   DG_DEVICE void find_share(LogitShare& share, u32* sums) const {
     const u32 thread = threadIdx.x, each = ceil_div(blocks(), kThreads), lane = thread % 32;
     const u32 from = min_of(blocks(), thread * each), to = min_of(blocks(), from + each);
-    u32 own = 0;
-    for (u32 block = from; block < to; ++block) {
-      Ranges ranges;
-      ranges.load(arg, block);
-      own += ranges.tiles();
+    u32 own = 0, tiles = 0;
+    for (u32 block = to; block > from;) {
+      tiles = Run::of(arg, --block).tiles();
+      own += cost(tiles);
     }
     u32 before = own;
 #pragma unroll
@@ -74,7 +89,7 @@ struct PrefillLogits {
       if (lane >= step) before += other;
     }
     if (lane == 31) sums[thread / 32] = before;
-    if (thread == 0) share = LogitShare{0, 0, 0};
+    if (thread == 0) share = LogitShare{blocks(), 0, blocks(), 0, false};
     __syncthreads();
     u32 total = 0;
 #pragma unroll
@@ -83,34 +98,40 @@ struct PrefillLogits {
       total += sums[warp];
     }
     before -= own;
-    const u32 begin = static_cast<u64>(total) * blockIdx.x / gridDim.x;
-    const u32 end = static_cast<u64>(total) * (blockIdx.x + 1) / gridDim.x;
-    if (begin < end && before <= begin && begin < before + own) {
+    const u32 fair = total / gridDim.x, more = total - fair * gridDim.x;  // the first `more` CTAs have one more
+    const u32 begin = fair * blockIdx.x + min_of(blockIdx.x, more), end = begin + fair + (blockIdx.x < more ? 1 : 0);
+    if (begin < end && before <= end && begin < before + own) {
       for (u32 block = from; block < to; ++block) {
-        Ranges ranges;
-        ranges.load(arg, block);
-        const u32 tiles = ranges.tiles();
-        if (begin < before + tiles) {
-          share = LogitShare{block, begin - before, end - begin};
-          break;
+        if (block > from) tiles = Run::of(arg, block).tiles();
+        const u32 after = before + cost(tiles);
+        // The tile of this block at which a CTA begins whose costs begin at `at`.
+        const auto tile = [&](u32 at) { return at > before + kBlockCost ? (at - before - kBlockCost) / kTileCost : 0; };
+        if (before <= begin && begin < after) {
+          share.block = block, share.tile = tile(begin), share.begun = true;
+          places.load_queries(0, arg.map_q, block * Places::kRows);
         }
-        before += tiles;
+        if (before <= end && end < after) share.last_block = block, share.last_tile = tile(end);
+        before = after;
       }
     }
     __syncthreads();
   }
 
   DG_DEVICE void produce(const LogitShare& share, u32 lane) const {
-    LogitProducer<C> producer(places, lane);
-    Ranges ranges;
+    LogitProducer<C> producer(places, lane, share.begun);
     Weights weights;
-    u32 block = share.block, skipped = share.skipped, left = share.tiles;
-    ranges.load(arg, block);
-    weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
+    KeyRange range;  // of a lane's query
+    const auto load_block = [&](u32 block) {
+      range = KeyRange::of(arg, lane < C::kTokens ? block * C::kTokens + lane : arg.rows);
+      weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
+    };
+    u32 block = share.block, tile = share.tile;
+    load_block(block);
     bool cold = true;
-    while (left > 0) {
-      const u32 tiles = min_of(left, ranges.tiles() - skipped), first = ranges.first() + skipped * kTileKeys;
-      const u32 units = C::kConsumers * tiles;
+    while (block < share.last_block || (block == share.last_block && tile < share.last_tile)) {
+      const Run run = Run::of(range);
+      const u32 tiles = (block == share.last_block ? share.last_tile : run.tiles()) - tile;
+      const u32 units = C::kConsumers * tiles, first = run.first + tile * kTileKeys;
       u32 done = 0;
       const auto load = [&](u32 end) {
         for (; done < end; ++done) {
@@ -118,38 +139,31 @@ struct PrefillLogits {
           if (lane == 0) tma_load(places.keys(stage), arg.map_k, places.barriers.full(stage), 0, first + done * kUnitKeys);
         }
       };
-      // The first keys do not wait for weights; more of them would keep the queries waiting.
-      if (cold) load(min_of(units, 2));
-      if (tiles > 0) {
+      if (units > 0) {
+        producer.begin(arg.map_q, block * Places::kRows);
+        // The first keys do not wait for weights.
+        if (cold) load(C::kConsumers);
         cold = false;
-        producer.visit(arg.map_q, block * Places::kRows, false, [&](LogitVisit<C>& visit) {
+        producer.publish([&](LogitVisit<C>& visit) {
           weights.store(visit.weights, lane);
+          if (lane < C::kTokens) {
+            visit.start[lane] = range.start;
+            visit.end[lane] = max_of(range.start, min_of(range.end, arg.compressed ? range.start + arg.columns : arg.columns));
+          }
           if (lane == 0) {
             visit.units = units;
             visit.first_key = first;
             visit.row = block * C::kTokens;
             visit.rows = min_of(C::kTokens, arg.rows - block * C::kTokens);
-            visit.shifts = arg.compressed;
-#pragma unroll
-            for (u32 i = 0; i < C::kTokens; ++i) {
-              visit.start[i] = ranges.start[i];
-              const u32 room = arg.compressed ? ranges.start[i] + arg.columns : arg.columns;
-              visit.end[i] = max_of(ranges.start[i], min_of(ranges.end[i], room));
-            }
           }
         });
       }
-      left -= tiles;
-      skipped = 0;
+      tile = 0;
       ++block;
-      // The next block's, long before they are needed.
-      ranges.load(arg, block);
-      weights.load(arg.weights, arg.weights_stride, block * C::kTokens, arg.rows, lane);
+      load_block(block);  // long before it is needed
       load(units);
     }
-    producer.visit(arg.map_q, 0, true, [&](LogitVisit<C>& visit) {
-      if (lane == 0) visit.units = 0;
-    });
+    producer.end();
   }
 
   // Writes minus infinity to the columns before and after the runs of keys, which consumers do not write.
@@ -160,25 +174,23 @@ struct PrefillLogits {
     for (u64 index = blockIdx.x; index < all; index += gridDim.x) {
       const u32 row = static_cast<u32>(index / parts), begin = static_cast<u32>(index % parts) * kFillColumns;
       const u32 end = min_of(arg.filled, begin + kFillColumns);
-      Ranges ranges;
-      ranges.load(arg, row / C::kTokens);
-      const u32 tiles = ranges.tiles(), first = tiles > 0 ? ranges.first() : arg.filled;
+      const Run run = Run::of(arg, row / C::kTokens);
+      const u32 tiles = run.tiles(), first = tiles > 0 ? run.first : arg.filled;
       const u32 last = first + tiles * kTileKeys;
       u8* at = arg.out + row * arg.out_stride * kSize;
 #pragma unroll
       for (u32 side = 0; side < 2; ++side) {
         const u32 from = side ? max_of(begin, last) : begin, to = side ? end : min_of(end, first);
-        for (u32 column = from + thread * kEach; column < to; column += threads * kEach) {
-          if (column + kEach <= to) {
-            store_16(at + static_cast<u64>(column) * kSize, Bytes16{{kWord, kWord, kWord, kWord}});
+        const u32 whole = max_of(from, to / kEach * kEach);  // `from` is a multiple of kEach
+#pragma unroll 4
+        for (u32 column = from + thread * kEach; column < whole; column += threads * kEach) {
+          store_16(at + static_cast<u64>(column) * kSize, Bytes16{{kWord, kWord, kWord, kWord}});
+        }
+        if (whole + thread < to) {
+          if constexpr (C::kBf16) {
+            reinterpret_cast<u16*>(at)[whole + thread] = static_cast<u16>(kWord);
           } else {
-            for (u32 i = column; i < to; ++i) {
-              if constexpr (C::kBf16) {
-                reinterpret_cast<u16*>(at)[i] = static_cast<u16>(kWord);
-              } else {
-                reinterpret_cast<u32*>(at)[i] = kWord;
-              }
-            }
+            reinterpret_cast<u32*>(at)[whole + thread] = kWord;
           }
         }
       }
@@ -189,22 +201,31 @@ struct PrefillLogits {
     auto& share = *reinterpret_cast<LogitShare*>(places.shared + Places::kOffsetScratch);
     u32* sums = reinterpret_cast<u32*>(&share + 1);
     static_assert(sizeof(LogitShare) + kWarps * 4 <= kScratchBytes);
-    const u32 warp = uniform(threadIdx.x / 32);
+    const u32 warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    if (warp == 0) places.init(lane);
     if (threadIdx.x == 0) {
       tma_prefetch_map(arg.map_q);
       tma_prefetch_map(arg.map_k);
-      places.init();
     }
     wait_for_previous_kernel();
     allow_next_kernel();
-    find_share(share, sums);
+    if (is_short()) {
+      // Queries and ranges are loaded at once.
+      if (threadIdx.x == 0) {
+        const bool exists = blockIdx.x < blocks();
+        share = exists ? LogitShare{blockIdx.x, 0, blockIdx.x + 1, 0, true} : LogitShare{blocks(), 0, blocks(), 0, false};
+        if (exists) places.load_queries(0, arg.map_q, blockIdx.x * Places::kRows);
+      }
+      __syncthreads();
+    } else {
+      find_share(share, sums);
+    }
     if (warp >= 4 * C::kConsumers) {
       registers_shrink<C::kProducerRegisters>();
-      const u32 thread = threadIdx.x - 128 * C::kConsumers;
       if (warp == 4 * C::kConsumers) {
-        produce(share, thread);
+        produce(share, lane);
       } else {
-        fill(thread - 32, 96);
+        fill(threadIdx.x - 128 * C::kConsumers - 32, 96);
       }
     } else {
       registers_grow<C::kConsumerRegisters>();

@@ -18,6 +18,7 @@ import deep_gemm
 from deep_gemm import InvalidInputError, UnsupportedError, kernels
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.logits import tokens_of
+from deep_gemm.spec import LogitsSpec
 from deep_gemm.testing import calc_diff
 
 BF16 = torch.bfloat16
@@ -206,6 +207,15 @@ def test_shared_memory_and_registers_fit(name: str) -> None:
         assert stages >= 8
         producer, consumer = config.registers
         assert producer + config.num_consumers * consumer <= 512
+
+
+def test_costs_that_do_not_fit_32_bits_are_refused() -> None:
+    kernel = kernels.get("sm90_fp8_mqa_logits")
+    rows, keys = 1 << 20, 1 << 19
+    assert kernel.refuses(LogitsSpec(rows, keys, 64, 128, 100, compressed=True)) is None
+    why = kernel.refuses(LogitsSpec(rows, keys + 1, 64, 128, 100, compressed=True))
+    assert why is not None
+    assert "1048576 x 524289" in why
 
 
 @pytest.mark.parametrize(("next_n", "heads", "tokens"), [(1, 64, 1), (4, 64, 4), (5, 64, 3), (6, 64, 3), (8, 32, 8)])
