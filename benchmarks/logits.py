@@ -2,15 +2,18 @@
 
     python benchmarks/logits.py --output FILE --deepgemm DIRECTORY
 
-times single calls with a cold L2 (`timing.flush`) on one GPU. A row for each size goes to FILE, and a line to the
-terminal.
+times single calls with a cold L2 (`timing.flush`) on one GPU; logits over pages also in graphs, whose steps have pages
+of their own or the same ones. Sizes are drawn from a seed. A row for each goes to FILE, and a line to the terminal.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterator
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +25,63 @@ from deep_gemm.backends.deepgemm import load
 from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 
-HEADS, DIM, PAGE = 64, 128, 64
-PROMPTS = ((2048, 65536), (300, 8192), (4096, 16384))
-"""Queries and keys; queries are the last of the keys, and attend all before them."""
-PAGES = ((256, 1, 8192), (256, 2, 8192), (256, 3, 8192), (256, 4, 8192), (8, 2, 16384))
-"""Requests, tokens of each, and keys of each."""
+DIM, PAGE = 128, 64
 PRODUCTS = ((4096, 7168), (8192, 28672), (137, 28672))
+STEP_BYTES = 256 << 20
+"""Bytes of keys that a graph reads before it reads the same ones again, if its steps have pages of their own."""
 
 Calls = dict[str, Callable[[], Any]]
+
+
+def log_uniform(draw: random.Random, low: float, high: float) -> int:
+    """A whole number."""
+    return round(math.exp(draw.uniform(math.log(low), math.log(high))))
+
+
+def prompts() -> list[tuple[str, list[int], int]]:
+    """Kind, queries of each prompt, and keys. Queries of one prompt are the last of its keys; several prompts share
+    neither."""
+    draw = random.Random(74)
+    sizes = {log_uniform(draw, 64, 8192) for _ in range(20)} | {3000, 6000, 1500, 200, 512, 8192}
+    packed = []
+    for _ in range(8):
+        lengths: list[int] = []
+        for _ in range(draw.randint(2, 30)):
+            length = log_uniform(draw, 50, 2500)
+            lengths += [length] if sum(lengths) + length <= 8192 else []
+        packed.append(lengths)
+    parts = []
+    for _ in range(7):
+        rows = log_uniform(draw, 100, 4096)
+        parts.append((rows, rows + log_uniform(draw, 1000, 60000)))
+    parts += [(2048, 65536), (300, 8192), (4096, 16384), (4096, 33000), (700, 20000)]
+    return [
+        *(("square", [size], size) for size in sorted(sizes)),
+        *(("packed", lengths, sum(lengths)) for lengths in (*packed, [1000] * 4, [128] * 30)),
+        *(("part", [rows], keys) for rows, keys in parts),
+    ]
+
+
+def steps() -> list[tuple[str, list[int], int, int]]:
+    """Kind, keys of each request, tokens of each, and heads."""
+    draw = random.Random(741)
+    found = []
+    for i in range(10):
+        batch, low = log_uniform(draw, 64, 400), draw.randint(200, 700)
+        high = low + draw.randint(100, 800)
+        lengths = [draw.randint(low, high) for _ in range(batch)]
+        found.append(("short", lengths, (1, 1, 2)[i % 3], 32 if i % 12 in (3, 7) else 64))
+    found += [("short", [draw.randint(600, 1200) for _ in range(200)], tokens, 64) for tokens in (1, 2)]
+    for i in range(6):
+        batch, most = log_uniform(draw, 2, 200), log_uniform(draw, 4000, 40000)
+        found.append(("long", [draw.randint(most // 3, most) for _ in range(batch)], 1 + i % 2, 64))
+    found += [("long", [8192] * 256, tokens, 64) for tokens in (1, 2, 4)] + [("long", [16384] * 8, 2, 64)]
+    for i, megabytes in enumerate((2, 6, 12, 18, 24, 30, 36, 42, 48, 56, 70)):
+        batch = log_uniform(draw, 8, 200)
+        mean = max(64, megabytes * 1e6 / ((DIM + 4) * batch))
+        lengths = [max(1, round(mean * draw.uniform(0.6, 1.4))) for _ in range(batch)]
+        found.append(("l2", lengths, (1, 1, 2)[i % 3], 64))
+    return found
 
 
 def e4m3(*shape: int) -> torch.Tensor:
@@ -37,12 +89,14 @@ def e4m3(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)
 
 
-def prompt(rows: int, keys: int, peer: Any) -> tuple[dict[str, Any], Calls]:
-    """Logits of a prompt; the peer's with the second kernel that cleans them, and without."""
-    q, k, scales = e4m3(rows, HEADS, DIM), e4m3(keys, DIM), torch.rand(keys, device="cuda") + 0.1
-    weights = torch.randn(rows, HEADS, device="cuda")
-    start = torch.zeros(rows, dtype=torch.int32, device="cuda")
-    end = torch.arange(keys - rows + 1, keys + 1, dtype=torch.int32, device="cuda")
+def prompt(kind: str, lengths: Sequence[int], n: int, heads: int, peer: Any) -> tuple[dict[str, Any], Calls]:
+    """Logits of prompts; the peer's with the second kernel that cleans them, and without."""
+    rows = sum(lengths)
+    q, k, scales = e4m3(rows, heads, DIM), e4m3(n, DIM), torch.rand(n, device="cuda") + 0.1
+    weights = torch.randn(rows, heads, device="cuda")
+    firsts = torch.tensor([0, *itertools.accumulate(lengths)][:-1])
+    start = torch.repeat_interleave(firsts, torch.tensor(lengths)).int().cuda()
+    end = torch.arange(n - rows + 1, n + 1, dtype=torch.int32, device="cuda")
     rest = (q, (k, scales), weights, start, end)
     calls: Calls = {
         "us": lambda: deep_gemm.fp8_mqa_logits(*rest),
@@ -51,27 +105,38 @@ def prompt(rows: int, keys: int, peer: Any) -> tuple[dict[str, Any], Calls]:
     if peer is not None:
         calls["deepgemm_us"] = lambda: peer.fp8_mqa_logits(*rest, clean_logits=False)
         calls["deepgemm_cleaned_us"] = lambda: peer.fp8_mqa_logits(*rest, clean_logits=True)
-    return {"op": "fp8_mqa_logits", "m": rows, "n": keys, "flops": 2 * HEADS * DIM * int(end.sum())}, calls
+    sizes = {"kind": kind, "m": rows, "n": n, "prompts": len(lengths), "heads": heads}
+    return {"op": "fp8_mqa_logits", **sizes, "flops": 2 * heads * DIM * int((end - start).sum())}, calls
 
 
-def pages(batch: int, next_n: int, length: int, peer: Any) -> tuple[dict[str, Any], Calls]:
-    """Logits over pages in random order. The peer has kernels for one and two tokens."""
-    count = batch * length // PAGE
+def pages(
+    lengths: Sequence[int], next_n: int, heads: int, peer: Any, sets: int
+) -> tuple[dict[str, Any], dict[str, list[Callable[[], Any]]]]:
+    """Logits over pages in random order, in ``sets`` steps that have pages of their own. The peer has kernels for one
+    and two tokens."""
+    batch, widths = len(lengths), [-(-length // PAGE) for length in lengths]
+    count = sum(widths) * sets
     cache = torch.empty(count, PAGE, 1, DIM + 4, dtype=torch.uint8, device="cuda")
     flat = cache.view(count, -1)
     flat[:, : PAGE * DIM] = e4m3(count, PAGE * DIM).view(torch.uint8)
     flat[:, PAGE * DIM :] = (torch.rand(count, PAGE, device="cuda") + 0.1).view(torch.uint8)
-    table = torch.randperm(count, device="cuda").view(batch, -1).int()
-    lengths = torch.arange(length - next_n + 1, length + 1, dtype=torch.int32, device="cuda").repeat(batch, 1)
-    q, weights = e4m3(batch, next_n, HEADS, DIM), torch.randn(batch * next_n, HEADS, device="cuda")
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
-    meta = deep_gemm.get_paged_mqa_logits_metadata(lengths, PAGE, sms)
-    rest = (q, cache, weights, lengths, table, meta, length)
-    calls: Calls = {"us": lambda: deep_gemm.fp8_paged_mqa_logits(*rest)}
+    order = iter(torch.randperm(count).int().split(widths * sets))
+    tables = [torch.nn.utils.rnn.pad_sequence([next(order) for _ in widths], True).cuda() for _ in range(sets)]
+    last = torch.tensor(lengths, dtype=torch.int32, device="cuda")[:, None]
+    each = last + torch.arange(1 - next_n, 1, dtype=torch.int32, device="cuda")
+    q, weights = e4m3(batch, next_n, heads, DIM), torch.randn(batch * next_n, heads, device="cuda")
+    meta = deep_gemm.get_paged_mqa_logits_metadata(
+        each, PAGE, torch.cuda.get_device_properties(0).multi_processor_count
+    )
+
+    def step(function: Any, table: torch.Tensor, *more: Any) -> Callable[[], Any]:
+        return functools.partial(function, q, cache, weights, each, table, meta, max(lengths), *more)
+
+    calls = {"us": [step(deep_gemm.fp8_paged_mqa_logits, table) for table in tables]}
     if peer is not None and next_n <= 2:
-        calls["deepgemm_us"] = lambda: peer.fp8_paged_mqa_logits(*rest, False)
-    moved = batch * length * (DIM + 4 + 4 * next_n)
-    return {"op": "fp8_paged_mqa_logits", "batch": batch, "next_n": next_n, "length": length, "bytes": moved}, calls
+        calls["deepgemm_us"] = [step(peer.fp8_paged_mqa_logits, table, False) for table in tables]
+    sizes = {"batch": batch, "next_n": next_n, "length": max(lengths), "heads": heads}
+    return {"op": "fp8_paged_mqa_logits", **sizes, "bytes": sum(lengths) * (DIM + 4 + 4 * next_n)}, calls
 
 
 def product(m: int, k: int, peer: Any) -> tuple[dict[str, Any], Calls]:
@@ -90,15 +155,21 @@ def product(m: int, k: int, peer: Any) -> tuple[dict[str, Any], Calls]:
 
 
 def measure(peer: Any) -> Iterator[dict[str, Any]]:
-    """A row for each size."""
-    made = [
-        *(functools.partial(prompt, *size) for size in PROMPTS),
-        *(functools.partial(pages, *size) for size in PAGES),
-        *(functools.partial(product, *size) for size in PRODUCTS),
-    ]
-    for make in made:
-        row, calls = make(peer)
-        yield row | timing.flush(calls)
+    """A row for each size, and for each way to run a step."""
+    for heads, (kind, lengths, n) in itertools.product((64, 32), prompts()):
+        row, calls = prompt(kind, lengths, n, heads, peer)
+        yield row | {"mode": "flush"} | timing.flush(calls)
+    for kind, lengths, next_n, heads in steps():
+        sets = 1 if kind == "l2" else min(12, -(-STEP_BYTES // (sum(lengths) * (DIM + 4))))
+        row, steps_of = pages(lengths, next_n, heads, peer, sets)
+        if kind != "l2":
+            yield (
+                row | {"mode": "flush", "kind": kind} | timing.flush({name: all_[0] for name, all_ in steps_of.items()})
+            )
+        yield row | {"mode": "graph", "kind": kind} | timing.graph(steps_of, calls_in_graph=max(24, sets))
+    for size in PRODUCTS:
+        row, calls = product(*size, peer)
+        yield row | {"mode": "flush"} | timing.flush(calls)
 
 
 @click.command()
@@ -109,13 +180,14 @@ def main(output: Path | None, deepgemm: Path | None) -> None:
     peer = load(deepgemm) if deepgemm is not None else None
     origin = provenance.environment()
     for row in measure(peer):
-        sizes = " ".join(f"{name} {row[name]}" for name in ("m", "n", "k", "batch", "next_n", "length") if name in row)
+        known = ("mode", "kind", "heads", "m", "n", "k", "prompts", "batch", "next_n", "length")
+        sizes = " ".join(f"{name} {row[name]}" for name in known if name in row)
         work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
         others = ", ".join(f"{name[:-3]} {us / row['us']:.3f}" for name, us in row.items() if name.endswith("_us"))
-        click.echo(f"{row['op']:22} {sizes:32} {row['us']:9.1f} us  {work / row['us']:.0f} {unit}; of ours: {others}")
+        click.echo(f"{row['op']:22} {sizes:60} {row['us']:9.1f} us  {work / row['us']:.0f} {unit}; of ours: {others}")
         if output is not None:
             with output.open("a") as file:
-                file.write(json.dumps({"mode": "flush", **row, **origin}) + "\n")
+                file.write(json.dumps({**row, **origin}) + "\n")
 
 
 if __name__ == "__main__":
