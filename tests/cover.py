@@ -40,8 +40,8 @@ def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     and epilogue, and each way to work; among helpers of one name their options."""
     kinds: dict[str, Hashable] = {name: getattr(params, name) for name in ("scaling", "output", "accumulate", "store")}
     kinds |= {"grouping": params.grouping, "majors": params.majors}
-    epilogue = str(params.epilogue)
-    kinds["epilogue"] = epilogue != "none", "swiglu" in epilogue, "fp8" in epilogue
+    parts = params.epilogue
+    kinds["epilogue"] = bool(parts), parts.is_gated, bool(parts.cast)
     among: Hashable = params.kernel
     if isinstance(config := params.config, GemmConfig):
         among = params.dtype

@@ -87,7 +87,7 @@ class GemmFamily(Kernel):
     @property
     def has_epilogues(self) -> bool:
         """Whether it takes all that `Parts` has: one product does, and groups along M do."""
-        return set(self.groupings) <= {"none", "contiguous", "psum", "masked"}
+        return self.rules.takes_epilogues and set(self.groupings) <= {"none", *ALONG_M}
 
     @property
     def has_residuals(self) -> bool:
@@ -305,7 +305,7 @@ class GemmFamily(Kernel):
 
         Numbers: "alpha", if the epilogue has it; with FP8 in groups along K "blocks", those of K that the scales of A
         and of B have; with heads "heads", the columns of a head of D on the left, in the middle and on the right."""
-        c = params.gemm
+        c, pdl = params.gemm, pdl and self.rules.starts_early
         grid, values = self.rules.launch(params, spec, strides, numbers, constant and pdl)
         values |= epilogues.values(params.epilogue, strides, numbers)
         shape = LaunchShape(

@@ -61,8 +61,12 @@ class Template(ABC):
     """Whether names of kernels give the consumers along K."""
     adds_in_memory: ClassVar[bool] = False
     """Whether stores add to a float32 D, so that consumers need not read C."""
+    takes_epilogues: ClassVar[bool] = False
+    """Whether it has all that `parts.Parts` has, without groups and with groups along M."""
     adds_residuals: bool = True
     """Whether an epilogue may add a residual."""
+    starts_early: ClassVar[bool] = False
+    """Whether kernels wait for the previous one themselves, so that they may be launched before it has ended."""
     gated: ClassVar[bool] = False
     """Whether B is a gate's rows, and then as many of up."""
 

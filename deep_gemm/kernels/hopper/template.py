@@ -53,6 +53,7 @@ _MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "
 class HopperTemplate(Template):
     """A template with a producer warpgroup and ``num_consumers`` consumer warpgroups."""
 
+    takes_epilogues = starts_early = True
     constant_names: ClassVar[tuple[str, ...]]
     """The constants that it has, besides those that all templates for Hopper have; see `constants`."""
 
