@@ -60,6 +60,8 @@ SPEED = (
 """README's lines of dense products: an operation, a mode, the least and the largest M."""
 NAMES = {FP8: "FP8 linear layers ({}); cuBLASLt, block scales", "bf16_gemm_nt": "BF16 linear layers ({}); cuBLASLt"}
 AGAINST_SAME, AGAINST_EASIER = ("ratio_blockwise", "ratio_cublaslt"), ("ratio_tensorwise",)
+DEEPGEMM = {"0.1.4.post1": "2.6.1", "2.5.0.post20260424": "2.5.0"}
+"""DeepGEMM's own version of a build, as docs/performance.md says."""
 OURS, THEIRS = "nn", "Transformers"
 """The ways to serve a model that README compares, as `examples/transformers_model.py` names them."""
 
@@ -135,9 +137,9 @@ def drawn_table(results: Path = RESULTS) -> str:
 
 
 def speed_origin(results: Path = RESULTS) -> str:
-    """What the rows of `drawn_table` were measured on, and when."""
+    """What the records of `drawn_table` were measured on, and when."""
     found = [rows for file in DRAWN if (rows := _drawn(results / f"{file}.jsonl"))]
-    return f"Rows: {'; '.join(map(_origin, found))}." if found else "No run is recorded yet."
+    return f"Records: {'; '.join(map(_origin, found))}." if found else "No run is recorded yet."
 
 
 def selection_sentence(rows: Sequence[Row]) -> str:
@@ -159,8 +161,8 @@ def deepgemm_sentence(rows: Sequence[Row]) -> str:
     worst = min(rows, key=lambda row: row["ratio_deepgemm"])
     behind = sum(row["ratio_deepgemm"] < 1 / 1.03 for row in rows)
     return (
-        f"DeepGEMM was timed in {len(rows)} of these rows, in the same process. It was faster by more than 3% in "
-        f"{behind or 'none'} of them. The worst row is {worst['ratio_deepgemm']:.2f} ({worst['m']} x {worst['n']} x "
+        f"DeepGEMM was timed in {len(rows)} of these products, in the same process. It was faster by more than 3% in "
+        f"{behind or 'none'} of them. The worst is {worst['ratio_deepgemm']:.2f} ({worst['m']} x {worst['n']} x "
         f"{worst['k']}, {worst['mode']})."
     )
 
@@ -190,7 +192,7 @@ def numbers(results: Path = RESULTS) -> str:
 
 
 def _file(name: str) -> str:
-    return f"[rows](../benchmarks/results/{name}.jsonl)"
+    return f"[records](../benchmarks/results/{name}.jsonl)"
 
 
 def costs(results: Path = RESULTS) -> str:
@@ -313,7 +315,7 @@ def _time(us: float) -> str:
 def _origin(rows: Sequence[Row]) -> str:
     fields = ["device", "driver", "torch", "cuda", "date"]
     values = {field: ", ".join(sorted({str(row[field]) for row in rows if row.get(field)})) for field in fields}
-    versions = {str(row["deepgemm"]) for row in rows if "deepgemm" in row}
+    versions = {DEEPGEMM.get(row["deepgemm"], str(row["deepgemm"])) for row in rows if "deepgemm" in row}
     deepgemm = f", DeepGEMM {', '.join(sorted(versions))}" if versions else ""
     driver = values["driver"] or "none"
     return f"{values['device']}, driver {driver}, torch {values['torch']}{deepgemm}, {values['date']}"

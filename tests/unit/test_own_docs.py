@@ -104,3 +104,10 @@ def test_pages_for_users_hold_no_history(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     if page.stem not in (*INSIDE, "performance"):
         assert re.findall(r"\b20\d\d-\d\d-\d\d\b|`test_\w+`|was tried|\b0\.1\.4\b|\b2\.[568]\.\d\b", text) == []
+
+
+def test_deepgemm_is_named_by_its_own_version() -> None:
+    """The page on performance says once which builds were timed."""
+    pages = [page for page in [*PAGES, *(ROOT / "docs" / "measurements").glob("*.md")] if page.stem != "performance"]
+    builds = re.compile(r"0\.1\.4\.post|2\.5\.0\.post|sgl-deep-gemm`? \d")
+    assert [page.stem for page in pages if builds.search(page.read_text())] == []

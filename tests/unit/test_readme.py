@@ -352,10 +352,10 @@ def test_deepgemm_has_a_column_and_a_sentence_where_it_was_timed(tmp_path: Path)
     text = readme.numbers(tmp_path)
     assert "torch 2.7, DeepGEMM 2.5, 2026-01-02" in text
     assert "| flush | <= 64 | 3 | **1.800** | 1.800 (1 x 2112 x 7168) | 1.046 |" in text
-    assert "more than 3% in none of them. The worst row is 0.97 (2 x" in text
+    assert "more than 3% in none of them. The worst is 0.97 (2 x" in text
     slower = make_row(shapes.GemmShape(4, 2112, 7168), "graph", {"ours": 5.0, "tensorwise": 9.0, "deepgemm": 4.8}, {})
     append(tmp_path / "reference.jsonl", slower | origin)
-    assert "more than 3% in 1 of them. The worst row is 0.96 (4 x 2112 x 7168, graph)" in readme.numbers(tmp_path)
+    assert "more than 3% in 1 of them. The worst is 0.96 (4 x 2112 x 7168, graph)" in readme.numbers(tmp_path)
 
 
 def test_the_selector_is_judged_by_what_was_looked_at() -> None:
