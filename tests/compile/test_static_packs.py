@@ -96,6 +96,7 @@ def test_a_pack_made_without_a_gpu_in_one_prefix_serves_another(prefixes: tuple[
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps([{"n": 576, "k": 7168, "m": [16]}]))
     pack = tmp_path / "built" / "sm_90a.dgpack"
+    pack.parent.mkdir()
     command = ["-m", "deep_gemm", "precompile", "--file", str(shapes), "--pack", str(pack)]
     python(
         *command, path=[first], DG_JIT_CACHE_DIR=tmp_path / "cache one", DG_JIT_USE_NVRTC="1", CUDA_VISIBLE_DEVICES=""
