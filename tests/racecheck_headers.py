@@ -36,9 +36,10 @@ def racecheck_headers(folder: Path) -> Path:
     )
     edit(
         folder / "logits.cuh",
+        ("barrier_init(barriers.empty(lane), 4);", "barrier_init(barriers.empty(lane), 128);"),
         (
-            "barrier_init(visit_empty(slot), 4 * C::kConsumers);",
-            "barrier_init(visit_empty(slot), 128 * C::kConsumers);",
+            "barrier_init(visit_empty(lane), 4 * C::kConsumers);",
+            "barrier_init(visit_empty(lane), 128 * C::kConsumers);",
         ),
         ("if (lane() == 0) barrier_arrive(places.visit_empty(slot));", "barrier_arrive(places.visit_empty(slot));"),
     )
