@@ -3,9 +3,9 @@ of this text is about. Which keys does a query attend?
 
 ``logits[i, j] = k_scale[j] * sum over heads h of relu(q[i, h] . k[j]) * weights[i, h]``
 
-Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 32 or 64 heads of
-32, 64 or 128 elements. Scores are rounded to bf16 before the sum over heads, which the tensor cores make in float32. A
-logit has the same bits whatever queries and keys are beside it.
+Queries and keys are E4M3. Queries have no scales: their caller multiplies weights by them. There are 16, 32 or 64 heads
+of 32, 64 or 128 elements; 16 are copied to 32 first, by torch. Scores are rounded to bf16 before the sum over heads,
+which the tensor cores make in float32. A logit has the same bits whatever queries and keys are beside it.
 
 Logits are allocated here. Their rows begin at multiples of 1024 bytes, so that they are a view of a wider tensor. All
 runs on the current stream, without synchronising. Inside CUDA-graph capture the kernel must have been loaded by an
@@ -106,6 +106,7 @@ def _prefill(
     checks.check_tensor("q", q, (3,))
     keys, _ = checks.pair("kv", kv, logits.KEYS)
     checks.check_tensor("kv[0]", keys, (2,))
+    q, weights = logits.whole_heads(q, weights)
     out = logits.empty_logits(q.shape[0], max_seqlen_k or keys.shape[0], logits_dtype, q.device)
     logits.mqa_logits(q, kv, weights, starts, ends, out, clean, max_seqlen_k)
     return out
@@ -223,6 +224,7 @@ def _paged(
     )
     logits.check_logits_dtype(logits_dtype)
     checks.check_tensor("q", q, (4,))
+    q, weights = logits.whole_heads(q, weights)
     out = logits.empty_logits(q.shape[0] * q.shape[1], max_context_len, logits_dtype, q.device)
     paged_logits.paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, out)
     return out

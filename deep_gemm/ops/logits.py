@@ -24,6 +24,9 @@ from .layouts import TMA_BYTES
 
 OUTPUTS: dict[torch.dtype, Dtype] = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
+PADDED_HEADS = 16
+"""Heads that public functions take, and kernels do not."""
+
 ROW_BYTES = 1024
 """Rows of a result begin at multiples of so many bytes: callers' top-k kernels read wide words, and rely on it."""
 
@@ -146,6 +149,21 @@ def chunks(q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor) -> Iterator
             yield rows, (scores * weights[rows].double()[:, :, None]).sum(1) * scales.double()
 
 
+def whole_heads(q: Tensor, weights: Any) -> tuple[Tensor, Any]:
+    """q (..., H, D) and weights (rows, H) for kernels: 16 heads become 32, of which the second half is the first again,
+    with the weight 0."""
+    if q.shape[-2] != PADDED_HEADS or q.dtype != torch.float8_e4m3fn:
+        return q, weights
+    checks.check_tensor("weights", weights, (2,))
+    check_weights(weights, (q.numel() // (PADDED_HEADS * max(1, q.shape[-1])), PADDED_HEADS))
+    if weights.device != q.device:
+        return q, weights  # the operation says where each tensor is
+    values = q.view(torch.uint8)
+    with torch.no_grad():  # nothing is recorded for autograd
+        both = torch.cat((values, values), -2).view(q.dtype)
+        return both, torch.cat((weights, torch.zeros_like(weights)), 1)
+
+
 def check_queries(q: Tensor) -> tuple[int, int, int]:
     """Rows, heads and size of heads of q (..., H, D)."""
     *_, heads, dim = q.shape
@@ -154,9 +172,15 @@ def check_queries(q: Tensor) -> tuple[int, int, int]:
         kind = UnsupportedError if packed else InvalidInputError
         cast = packed or " Cast it, and multiply weights by its scales: per_token_cast_to_fp8 returns both."
         raise kind(f"q must be torch.float8_e4m3fn, but it is {q.dtype}.{cast}")
+    if heads == PADDED_HEADS and dim in DIMS:  # an operator is the kernel's
+        raise UnsupportedError(
+            f"q must have {' or '.join(map(str, sorted(HEADS)))} heads, but it is {shape_of(q)}. Append heads whose "
+            "weights are 0, as deep_gemm.fp8_mqa_logits does."
+        )
     if heads not in HEADS or dim not in DIMS:
         raise UnsupportedError(
-            f"q must have {' or '.join(map(str, sorted(HEADS)))} heads of {', '.join(map(str, sorted(DIMS)))} elements "
+            f"q must have {PADDED_HEADS}, {' or '.join(map(str, sorted(HEADS)))} heads of "
+            f"{', '.join(map(str, sorted(DIMS)))} elements "
             f"on Hopper, but it is {shape_of(q)}. With fewer heads, append heads whose weights are 0."
         )
     if not q.is_contiguous():

@@ -87,6 +87,12 @@ def check_e4m3(name: str, x: Tensor) -> None:
             f"{name} is {x.dtype}, as packed FP4 operands are: FP4 is not supported by this version or on Hopper. "
             "Pass torch.float8_e4m3fn; bytes that are E4M3 with .view(torch.float8_e4m3fn)."
         )
+    if x.dtype == torch.float8_e5m2:
+        raise UnsupportedError(
+            f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}, which no kernel of this version "
+            "multiplies. Cast gradients to E4M3 instead: deep_gemm.quantize.rows returns values and a scale for each "
+            "128 of a row, which keep their range."
+        )
     if x.dtype != torch.float8_e4m3fn:
         cast = "per_block_cast_to_fp8" if name == "b" else "per_token_cast_to_fp8"
         raise InvalidInputError(

@@ -142,6 +142,31 @@ def test_pages(next_n: int, heads: int, dim: int, page_keys: int, padding: int, 
     assert torch.equal(older[x.live].to(dtype), out[x.live])
 
 
+def test_16_heads_are_32_of_which_half_have_no_weight(gpu: FakeGpu) -> None:
+    """For kernels; on the CPU it is the formula."""
+    x, tokens = prompt(9, 300, 16, 64), decoding([100, 0, 300], next_n=2, heads=16, width=320)
+    meta = deep_gemm.get_paged_mqa_logits_metadata(tokens.lengths, 64, 4)
+    whole = deep_gemm.fp8_mqa_logits(x.q, (x.k, x.scales), x.weights, x.start, x.end)
+    paged = [tokens.q, tokens.cache, tokens.weights, tokens.lengths, tokens.table, meta, 320]
+    deep_gemm.fp8_paged_mqa_logits(*paged)
+    assert [launched.spec.heads for launched in gpu.launched if hasattr(launched.spec, "heads")] == [32, 32]
+    assert whole.shape == (9, 300)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_16_heads(dtype: torch.dtype) -> None:
+    bound = 1e-13 if dtype == torch.float32 else 3e-6
+    x, tokens = prompt(9, 300, 16, 64), decoding([100, 0, 300], next_n=2, heads=16, width=320)
+    whole = deep_gemm.fp8_fp4_mqa_logits(x.q, (x.k, x.scales), x.weights, x.start, x.end, True, 0, dtype)
+    assert calc_diff(torch.where(x.attended, whole, 0.0), x.exact()) < bound
+    meta = deep_gemm.get_paged_mqa_logits_metadata(tokens.lengths, 64, 4)
+    paged = [tokens.q, tokens.cache, tokens.weights, tokens.lengths, tokens.table, meta, 320]
+    out = deep_gemm.fp8_fp4_paged_mqa_logits(*paged, logits_dtype=dtype)
+    assert calc_diff(torch.where(tokens.live, out, 0.0), tokens.exact()) < bound
+    with pytest.raises(InvalidInputError, match=r"weights must be torch.float32 \(9, 16\)"):
+        deep_gemm.fp8_mqa_logits(x.q, (x.k, x.scales), x.weights[:, :8], x.start, x.end)
+
+
 def test_nothing_to_do() -> None:
     none = decoding([], width=64)
     meta = deep_gemm.get_paged_mqa_logits_metadata(none.lengths, 64, 3)
@@ -236,7 +261,7 @@ def changed(**others: Any) -> Callable[[], Any]:
 
 # fmt: off
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "12 heads": (changed(q=P.q[:, :12].contiguous()), UnsupportedError, "q must have 32 or 64 heads of 32, 64, 128"),
+    "12 heads": (changed(q=P.q[:, :12].contiguous()), UnsupportedError, "q must have 16, 32 or 64 heads of 32, 64"),
     "FP4": (changed(q=P.q.view(torch.uint8)), UnsupportedError, "Packed FP4 needs a GPU after Hopper"),
     "bf16 queries": (changed(q=P.q.bfloat16()), InvalidInputError, "q must be torch.float8_e4m3fn"),
     "strided queries": (changed(q=P.q.mT.contiguous().mT), InvalidInputError, "q must be contiguous"),
