@@ -136,6 +136,10 @@ class Template(ABC):
         ``shared_bytes`` with a table of groups; the names ``epilogue`` and ``expression`` of an epilogue's functor; and
         ``argument_fields`` and ``arguments``, the struct of all parameters and what fills it."""
 
+    def name_of_options(self, config: GemmConfig) -> str:
+        """What names of kernels say of options that this template alone has; "" if none is set."""
+        return ""
+
     @abstractmethod
     def num_threads(self, config: GemmConfig) -> int:
         """Threads of a CTA."""
@@ -183,6 +187,7 @@ def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix:
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
         "parts" if c.parts else "",
+        rules.name_of_options(c),
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
         re.sub(r"\W", "_", p.epilogue.label) if p.epilogue else "",
