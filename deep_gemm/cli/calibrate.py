@@ -146,7 +146,7 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
-@click.option("--output", required=True, type=NEW_FILE, help="The calibration file to write.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
 @click.option("--least", type=click.IntRange(1), default=80, help="Keep the present constants if there are fewer rows.")
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
@@ -193,6 +193,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         about[f"{key}s"] = sorted({row[key] for row in rows if key in row}.union(earlier.get(f"{key}s", ())))
     others = tuple(sorted((name, speed) for name, speed in speeds.items() if name))
     constants = calibration.Calibration(speeds[""], power, others=others).to_json()
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"constants": constants, "fit": kept | summary, "survey": about}, indent=1) + "\n")
     out.print(f"Written: {output}")
 

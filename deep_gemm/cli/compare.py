@@ -12,7 +12,7 @@ import click
 
 from deep_gemm.aot.inputs import number
 from deep_gemm.cli.console import busy, console, duration, size, table
-from deep_gemm.cli.options import NEW_FILE, PATH, json_option
+from deep_gemm.cli.options import PATH, json_option
 from deep_gemm.log import rate
 
 if TYPE_CHECKING:
@@ -42,7 +42,11 @@ class Sizes(click.ParamType):
 @click.option("--mode", type=click.Choice(("flush", "graph", "steady")), default="flush")
 @click.option("--device", type=click.Choice(("cuda", "cpu")), help="[a GPU if there is one]")
 @click.option("--deepgemm", type=PATH, help="A directory that DeepGEMM was installed into.")
-@click.option("--trace", type=NEW_FILE, help="Write chrome traces NAME-<operation>-<shape>.json.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write chrome traces NAME-<operation>-<shape>.json.",
+)
 @json_option
 def command(
     op: str | None,
