@@ -61,7 +61,7 @@ class GemmConfig(Config):
         return self.block_m, self.block_n
 
     def changed(self, num_stages: int, num_partials: int | None = None) -> GemmConfig:
-        """A copy with so many stages, and sets of partial sums if given. A first call makes 60 of them, and
+        """A copy with another ``num_stages``, and ``num_partials`` if it is given. A first call makes 60 copies, and
         `dataclasses.replace` takes ten times as long."""
         found = object.__new__(GemmConfig)
         vars(found).update(vars(self), num_stages=num_stages)

@@ -131,8 +131,8 @@ def check_tensors(
                 "gradient",
                 f"{operation}: {name} was computed with gradients ({tensor.grad_fn.name()}), but they end here, since "
                 f"this function records nothing for autograd. To train, use the layers of deep_gemm.nn, or call it in "
-                f"a torch.autograd.Function; otherwise under torch.no_grad(), or pass {name}.detach(). Other calls "
-                "are not told of.",
+                f"a torch.autograd.Function; otherwise under torch.no_grad(), or pass {name}.detach(). This "
+                "warning comes once.",
             )
     return device
 

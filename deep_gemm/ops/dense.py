@@ -39,7 +39,7 @@ class Dense(Gemm):
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         super().__init__(name, accumulates, fused)
-        self.parameters = (*self.first, C, *self.options, *self.finishing, layouts.form(self.product.forms))
+        self.parameters = (*self.first, C, *self.options, *self.epilogue_parameters, layouts.form(self.product.forms))
         self.absent = () if accumulates else ("c",)
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
         self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})

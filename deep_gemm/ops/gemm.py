@@ -90,8 +90,8 @@ class GemmOperands:
 
 
 class Gemm(Operation):
-    """One product, for all dtypes. ``accumulates``: there is a c. ``fused``: there is an epilogue, with these tensors
-    of `FUSED`; a product without one passes calls that have an epilogue on to one with it."""
+    """One product, for all dtypes. ``accumulates``: there is a c. ``fused``: the tensors of its epilogue, names of
+    `FUSED`; None for a product without an epilogue, which passes calls that ask for one on to a product with it."""
 
     output = "d"
     layout = ""
@@ -99,16 +99,16 @@ class Gemm(Operation):
     has_weights = True
 
     floats = ("alpha",)
-    diverting: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
-    """What makes a call one with an epilogue."""
+    asking: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
+    """The parameters of the public function that ask for an epilogue."""
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
-        self.name, self.product, self.fused = name, PRODUCTS[name], fused or ()
-        if fused is None:
-            self.finishing = self.diverting
-        else:
-            added = (Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added"))
-            self.finishing = *added, *(Parameter(each, TENSOR, use="added") for each in fused)
+        self.name, self.product = name, PRODUCTS[name]
+        self.has_epilogue, self.fused = fused is not None, fused or ()
+        self.epilogue_parameters = self.asking
+        if self.has_epilogue:
+            given = Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added")
+            self.epilogue_parameters = *given, *(Parameter(each, TENSOR, use="added") for each in self.fused)
             self.has_operator = False
         self.is_scaled = self.product.is_scaled
         self.dtype = TORCH[self.product.dtype]
@@ -130,7 +130,7 @@ class Gemm(Operation):
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors by the names that messages use, in the order of `operands`."""
         found: dict[str, Any] = {}
-        if isinstance(given["d"], (tuple, list)) and EPILOGUE in self.finishing:
+        if isinstance(given["d"], (tuple, list)) and not self.has_epilogue:
             raise InvalidInputError(
                 f"d must be a torch.Tensor without an epilogue, but it is {checks.kind_of(given['d'])}. For FP8 values "
                 "and their scales pass epilogue=deep_gemm.Epilogue()."

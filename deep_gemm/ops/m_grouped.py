@@ -41,7 +41,7 @@ class MGrouped(Gemm):
     """See `deep_gemm.m_grouped_fp8_gemm_nt_contiguous` and `deep_gemm.m_grouped_fp8_gemm_nt_masked`."""
 
     kept = ("d", "sfd")  # rows past a group's last
-    diverting = (EPILOGUE,)
+    asking = (EPILOGUE,)
 
     def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
         self.is_masked = PRODUCTS[name].grouping == "masked"
@@ -53,13 +53,13 @@ class MGrouped(Gemm):
         if self.is_masked:
             overlap = _OVERLAP if self.is_scaled else ()
             expected_m = Parameter("expected_m", "int")
-            self.parameters = (*tensors, expected_m, *self.options, *self.finishing, *overlap)
+            self.parameters = (*tensors, expected_m, *self.options, *self.epilogue_parameters, *overlap)
             return
         self.parameters = (
             *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
             Parameter("ensure_zero_padding", "bool", True, "before"),
             Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
-            *self.finishing,
+            *self.epilogue_parameters,
             Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "added"),
             layouts.form(self.product.forms),
         )

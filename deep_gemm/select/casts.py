@@ -19,15 +19,15 @@ from .heuristic import least, ranked_as, select
 from .model import speed
 
 LAUNCH_US = 2.0
-"""What a second launch takes that waits for the first one, beside the bytes of the cast. A cast of few rows took 1.8 us
-in a graph and 2.5 in a single call, and one after 1024 to 8192 rows this and its bytes from HBM (H200)."""
+"""The time of the second launch, without that of moving the bytes of the cast. A cast of few rows took 1.8 us in a
+graph and 2.5 in a single call; one of 1024 to 8192 rows took these 2 us and the time of its bytes from HBM (H200)."""
 
 GAIN_OF_FEW, GAIN = 1.1, 1.2
 """The time of one launch over that of two from which there are two, for at most `MOST_TOKENS` rows and for more. The
-model's is up to 8% too high: 1.29 where 1.20 was measured (64 x 4096 x 7168 with SiLU), and 0.97 where it was 0.95
-(4096 rows with SwiGLU, H200). With more rows it goes up and down with the rounds of tiles. With these numbers 11 of 912
-layers of models, FP8 and BF16, with and without a gate, on two cards, have more than one M at which the number of
-launches changes; with the first one for all M 79 have."""
+model's estimate of that is up to 8% too high: 1.29 where 1.20 was measured (64 x 4096 x 7168 with SiLU), and 0.97 where
+it was 0.95 (4096 rows with SwiGLU, H200). With more rows it goes up and down with the rounds of tiles. A layer should
+change its number of launches at one M only. 11 of 912 layers of models (FP8 and BF16, with and without a gate, on two
+cards) do so at several; if 1.1 held for all M, 79 would."""
 
 
 @record(frozen=True)

@@ -191,7 +191,7 @@ def mma_n(config: GemmConfig) -> int:
 
 
 def _fits(config: GemmConfig, columns: int) -> bool:
-    """Whether consumers have registers for instructions of so many columns."""
+    """Whether consumers have registers for instructions of ``columns`` columns."""
     return _needed(config, columns) <= _register_splits(config)[-1][1]
 
 
@@ -202,7 +202,7 @@ def _register_splits(config: GemmConfig) -> tuple[tuple[int, int], ...]:
 
 
 def _needed(config: GemmConfig, columns: int) -> int:
-    """Registers of a consumer thread with instructions of so many columns."""
+    """Registers of a consumer thread with instructions of ``columns`` columns."""
     slices = config.slices
     others = _OTHER_REGISTERS + slices * _OTHER_REGISTERS_PER_SLICE
     others += (config.block_n.bit_count() - 1) * _OTHER_REGISTERS_PER_SEGMENT
@@ -212,7 +212,7 @@ def _needed(config: GemmConfig, columns: int) -> int:
 
 
 def accumulators(config: GemmConfig, columns: int) -> int:
-    """Registers of a consumer thread for sums and partial sums, with instructions of so many columns."""
+    """Registers of a consumer thread for sums and partial sums, with instructions of ``columns`` columns."""
     return config.slices * config.block_n // 2 + config.num_partials * columns // 2
 
 

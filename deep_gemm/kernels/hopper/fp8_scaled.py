@@ -239,7 +239,7 @@ def mma_n(config: GemmConfig) -> int:
 
 
 def _accumulators(config: GemmConfig, columns: int) -> int:
-    """Registers of a consumer thread for sums and partial sums, with instructions of so many columns."""
+    """Registers of a consumer thread for sums and partial sums, with instructions of ``columns`` columns."""
     return config.slices * config.block_n // 2 + config.num_partials * columns // 2
 
 
