@@ -34,7 +34,7 @@ def ceil_div(x: int, y: int) -> int:
     7
     """
     try:
-        return -(-_plain(x) // _plain(y))
+        return -(-x // y) if type(x) is type(y) is int else -(-_plain(x) // _plain(y))
     except (ZeroDivisionError, TypeError, ValueError):
         raise InvalidInputError(f"x and y must be numbers, and y not 0, but they are {x!r} and {y!r}.") from None
 
@@ -45,7 +45,7 @@ def align(x: int, y: int) -> int:
     >>> deep_gemm.align(100, 16)
     112
     """
-    return ceil_div(x, y) * _plain(y)
+    return ceil_div(x, y) * (y if type(y) is int else _plain(y))
 
 
 def _plain(x: int) -> int:
