@@ -33,8 +33,12 @@ hypothesis.settings.load_profile("tests")
 
 def why_no_gpu() -> str | None:
     """Why the GPU tests cannot run here, or None if they can."""
+    # Threads of torch wait by spinning, so that several processes with several threads each take four times as long. The
+    # variable is for processes that tests start; here OpenMP may be loaded already.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not torch.cuda.is_available():
         return "no CUDA device"
     from deep_gemm import arch
@@ -54,8 +58,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests must not depend on the settings of the caller's shell, nor touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
-    # Threads of torch wait by spinning, so that several processes with several threads each take four times as long.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if why_no_gpu() is not None:  # whoever imports Triton first decides for the process
         os.environ["TRITON_INTERPRET"] = "1"
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)

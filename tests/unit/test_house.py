@@ -21,6 +21,7 @@ def test_the_record_has_the_keys_of_this_tree() -> None:
     assert not stale, f"{len(stale)} kernels have another source or header, such as {stale[:3]}. {house.WRITE}"
 
 
+@pytest.mark.limit(300)  # 1,900 refusals, each with fresh operands
 @pytest.mark.parametrize("part", ["signatures", "refusals", "families"])
 def test_what_users_see_is_as_recorded(part: str) -> None:
     if wrong := house.differences(part, house.brief(part, house.PARTS[part]())):
