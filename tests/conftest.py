@@ -33,8 +33,8 @@ hypothesis.settings.load_profile("tests")
 
 def why_no_gpu() -> str | None:
     """Why the GPU tests cannot run here, or None if they can."""
-    # Threads of torch wait by spinning, so that several processes with several threads each take four times as long. The
-    # variable is for processes that tests start; here OpenMP may be loaded already.
+    # Threads of torch wait by spinning, so that several processes with several threads each take four times as long.
+    # The variable is for processes that tests start; here OpenMP may be loaded already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
