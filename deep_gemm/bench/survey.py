@@ -247,9 +247,9 @@ def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
 
 LEFT_OUT = {
     "left out, not single calls": "Only single calls are learned from: survey with --mode flush.",
-    "left out, measured on a GPU without a name": "A row's device must be the name of the GPU that it was measured on.",
-    "left out, measured by other sources": "--stale learns from rows that other sources measured too.",
-    "left out, without the model's choice": "Survey again: these rows do not time what the model chooses now.",
+    "left out, measured on a GPU without a name": "A record's device must be the name of the GPU that it was measured on.",
+    "left out, measured by other sources": "--stale learns from records that other sources measured too.",
+    "left out, without the model's choice": "Survey again: these records do not time what the model chooses now.",
 }
 """Why `remember` leaves rows out, and what to do."""
 

@@ -22,7 +22,7 @@ GROUPS = {
         "cache": "Show, check, prune or clear stored kernels; make packs.",
     },
     "Speed": {
-        "bench": "Time kernels beside cuBLASLt, or sum up recorded rows.",
+        "bench": "Time kernels beside cuBLASLt, or sum up records.",
         "compare": "Run the implementations of an operation side by side.",
         "inspect": "Show what would run for a shape: configs, source, SASS.",
         "calibrate": "Measure a GPU and fit the model that chooses configs to it.",

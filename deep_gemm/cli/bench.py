@@ -51,9 +51,9 @@ def operation_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--deepgemm", type=PATH, help="Also time the DeepGEMM in this directory.")
 @operation_options
 @click.option("--seconds", type=Number(), default=math.inf, help="Begin no new measurement after this long.")
-@click.option("--output", type=NEW_FILE, help="Append each row to this file, as JSON, once it is measured.")
+@click.option("--output", type=NEW_FILE, help="Append each record to this file, as JSON, once it is measured.")
 @click.option(
-    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use the rows of this file."
+    "--from", "source", type=click.Path(path_type=Path, exists=True), help="Measure nothing: use this file's records."
 )
 def command(
     modes: tuple[str, ...],
@@ -107,7 +107,7 @@ def command(
     if source is not None:
         rows = run.load(source)
         if not rows:
-            raise click.ClickException(f"{source} has no rows, so there is nothing to show.")
+            raise click.ClickException(f"{source} has no records, so there is nothing to show.")
     else:
         modes = modes or ("flush",)
         chosen = shapes.posed(_shapes(set_name, texts, m_text, random_count, seed), op, dtype or "", accumulate)
@@ -151,7 +151,7 @@ def _need_gpu(modes: tuple[str, ...]) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException(
             f"bench times kernels on a GPU (--mode {', '.join(modes)}), and torch sees none here. --from FILE sums up "
-            "rows that were recorded."
+            "the records of a file."
         )
     from deep_gemm import arch
 

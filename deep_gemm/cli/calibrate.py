@@ -50,7 +50,7 @@ def command(context: click.Context, seconds: float) -> None:
 
 
 @command.command("survey")
-@click.option("--output", required=True, type=NEW_FILE, help="Append JSON rows to this file.")
+@click.option("--output", required=True, type=NEW_FILE, help="Append JSON records to this file.")
 @click.option("--random", "count", type=COUNT, default=160, help="Log-uniform random shapes.")
 @click.option("--seed", default=1, help="Their seed.")
 @click.option("--public/--no-public", default=True, help="DeepSeek-V3's N x K at many M too.")
@@ -147,7 +147,7 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 @command.command("fit")
 @click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
-@click.option("--least", type=click.IntRange(1), default=80, help="Keep the present constants if there are fewer rows.")
+@click.option("--least", type=click.IntRange(1), default=80, help="Keep the present constants with fewer records.")
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
     """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
     judge the fit."""
@@ -168,7 +168,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         parts = [[row for row in timed if fit.is_held_out(row) == held] for held in (False, True)]
         seen, held_out = (fit.Data.of(part, spec) if part else None for part in parts)
         if seen is None or held_out is None or len(seen.rows) < least:
-            out.print(f"{title}: the constants stay, since {len(timed)} rows are too few.")
+            out.print(f"{title}: the constants stay, since {len(timed)} records are too few.")
             continue
         speeds[name] = fit.fit(seen, known.named(name))
         summary[title] = {"fitted": _summary(seen, speeds[name]), "held_out": _summary(held_out, speeds[name])}
@@ -224,7 +224,7 @@ def _report(rows: list[dict[str, Any]]) -> None:
 
     out = console()
     if not any(row["mode"] in SURVEY_MODES for row in rows):
-        raise click.ClickException("there are no rows of surveys, so there is nothing to show.")
+        raise click.ClickException("there are no records of surveys, so there is nothing to show.")
     for mode in SURVEY_MODES:
         found = {str(lines.shape_of(r)): survey.quality(r) for r in rows if r["mode"] == mode}
         if found:

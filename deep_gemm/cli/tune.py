@@ -110,12 +110,12 @@ def _nothing_learned(name: str, counts: dict[str, int]) -> str:
     from deep_gemm.bench.survey import LEFT_OUT
 
     if not counts:
-        return f"{name} has no rows, so there was nothing to learn."
+        return f"{name} has no records, so there was nothing to learn."
     return f"Nothing was learned from {name}: {_told(counts)}. {' '.join(LEFT_OUT[reason] for reason in counts)}"
 
 
 def _told(counts: dict[str, int]) -> str:
-    return ", ".join(f"{counted(count, 'row')} {what}" for what, count in counts.items()) or "no rows"
+    return ", ".join(f"{counted(count, 'record')} {what}" for what, count in counts.items()) or "no records"
 
 
 def _tune(

@@ -21,7 +21,7 @@ MOST = {"An activation": 2, "A tensor of an epilogue": 4, "A kernel and its oper
 MOST |= {"A GEMM family": 1, "An option of one family": 2, "An architecture": 2, "A family for another GPU": 2}
 """How many existing files each part may change."""
 
-_BLOCK = re.compile(r"^(?:<!-- file: (?P<file>\S+) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^(?:`(?P<file>\S+)`:\n\n)?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
 
 
 def copy(tree: Path) -> None:

@@ -235,7 +235,7 @@ def test_what_a_survey_has_no_rows_for_keeps_its_constants(tmp_path: Path, monke
     source, output = RESULTS / "survey-half-h100.jsonl", tmp_path / "gpu.json"
     result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output)])
     assert result.exit_code == 0, result.output
-    assert "speed: the constants stay, since 53 rows are too few" in result.output
+    assert "speed: the constants stay, since 53 records are too few" in result.output
     written, known = json.loads(output.read_text()), calibration.load(file_of("NVIDIA H100 80GB HBM3"))
     made = Calibration.from_json(written["constants"])
     assert (made.speed, made.power) == (known.speed, known.power)

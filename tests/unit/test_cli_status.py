@@ -29,10 +29,10 @@ def run(*arguments: str | Path) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["bench", "--from", "EMPTY"], "has no rows"),
+        (["bench", "--from", "EMPTY"], "has no records"),
         (["tune", "--learn", "EMPTY"], "nothing to learn"),
         (["tune", "--learn", "EMPTY", "--json"], "nothing to learn"),
-        (["calibrate", "check", "EMPTY"], "no rows of surveys"),
+        (["calibrate", "check", "EMPTY"], "no records of surveys"),
         (["calibrate", "fit", "EMPTY", "--output", "OUT"], "too few rows"),
         (["cache", "merge", "FOLDER"], "nothing was written"),
         (["compare", "fp8_gemm_nt", "--backends", "cublaslt", "--device", "cpu"], "nothing was compared"),

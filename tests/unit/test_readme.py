@@ -178,7 +178,7 @@ def test_files_of_the_sources_that_a_document_names_are_there(document: Path) ->
     text = document.read_text()
     names = set(re.findall(r"`([\w./-]+\.(?:py|cuh|cu|jinja|jsonl))`", text))
     names |= set(re.findall(r"python ((?:benchmarks|examples|tests)/\w+\.py)", text))
-    names -= set(re.findall(r"<!-- file: (\S+) -->", text))  # files that the page has its reader write
+    names -= set(re.findall(r"^`(\S+)`:$", text, flags=re.M))  # files that the page has its reader write
     assert {name for name in names if not any(path.endswith(f"/{name}") for path in there)} == set()
 
 

@@ -115,14 +115,14 @@ def test_a_survey_is_kept_for_the_tuner_unless_other_sources_measured_it(tmp_pat
     spec, other = ops.spec(64, 7168, 2048, 132), ops.spec(128, 7168, 2048, 132)
     assert tuner.rank(spec, SM90, default(), DEVICE)[0].config == select.rank(spec, SM90)[2].config
     assert tuner.rank(other, SM90, default(), DEVICE)[0].config == select.rank(other, SM90)[0].config
-    assert "2 rows kept" in tune("--learn", str(path), "--stale").output
+    assert "2 records kept" in tune("--learn", str(path), "--stale").output
     assert tuner.rank(other, SM90, default(), DEVICE)[0].config == select.rank(other, SM90)[2].config
 
 
 @pytest.mark.parametrize(
     ("changes", "advice"),
     [
-        ({"source_digest": "another"}, "--stale learns from rows that other sources measured too"),
+        ({"source_digest": "another"}, "--stale learns from records that other sources measured too"),
         ({"mode": "promised"}, "survey with --mode flush"),
         ({"device": 7}, "must be the name of the GPU"),
     ],
@@ -134,7 +134,7 @@ def test_a_survey_that_teaches_nothing_is_no_success(changes: dict[str, Any], ad
     for more in ((), ("--json",), ("--learn", str(useful))):
         found = tune("--learn", str(useless), *more)
         assert found.exit_code == 1, found.output
-        assert f"Nothing was learned from {useless}: 2 rows left out, " in found.output
+        assert f"Nothing was learned from {useless}: 2 records left out, " in found.output
         assert advice in found.output
     assert tune("--learn", str(useful)).exit_code == 0
 
@@ -145,7 +145,7 @@ def test_a_survey_can_teach_a_config_outside_the_serving_set(tmp_path: Path) -> 
     best = next(config for config in select.legal(spec, SM90) if config not in served)
     one = row()
     one["times"][survey.name_of(best, replace(spec, m=1, n=128, k=128, expected_m=0), SM90)] = 1.0
-    assert "1 row kept" in tune("--learn", str(write(tmp_path / "rows.jsonl", one))).output
+    assert "1 record kept" in tune("--learn", str(write(tmp_path / "rows.jsonl", one))).output
     assert tuner.rank(spec, SM90, default(), DEVICE)[0].config == best
 
 
