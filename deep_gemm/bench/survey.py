@@ -247,7 +247,7 @@ def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
 
 LEFT_OUT = {
     "left out, not single calls": "Only single calls are learned from: survey with --mode flush.",
-    "left out, measured on a GPU without a name": "A record's device must be the name of the GPU that it was measured on.",
+    "left out, measured on a GPU without a name": "A record's device must be the name of the GPU that it is of.",
     "left out, measured by other sources": "--stale learns from records that other sources measured too.",
     "left out, without the model's choice": "Survey again: these records do not time what the model chooses now.",
 }
