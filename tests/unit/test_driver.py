@@ -47,7 +47,7 @@ def test_an_old_driver_is_named(driver: FakeDriver, monkeypatch: pytest.MonkeyPa
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     no_driver(monkeypatch)
     monkeypatch.setattr(api, "driver_version", lambda: 13000)
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
     with pytest.raises(DriverError, match=r"cuda-python cannot be imported .* `pip install 'cuda-python>=12.9,<14'`"):
         load_function(b"cubin", "k", 0, 0)
 
