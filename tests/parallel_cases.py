@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,11 @@ from nn_cases import relative
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import deep_gemm
+from deep_gemm import settings
 from deep_gemm.nn import BF16Linear, FP8Linear, MoE
+from deep_gemm.ops.reference import exact_product
+from deep_gemm.testing import integer_operands
 
 WIDTH, HIDDEN, TOKENS = 256, 512, 40
 Errors = dict[str, float]
@@ -287,3 +293,77 @@ def both_ways(mesh: DeviceMesh) -> Errors:
     for name, _ in model.named_parameters():
         wanted[name] = torch.stack([each[name] for each in steps]).mean(0)
     return errors(found, wanted)
+
+
+def one_process(mesh: DeviceMesh, cache: str, devices: Sequence[int]) -> dict[str, int]:
+    """Products on each of the GPUs, in turns and with the kernels in ``cache``: plain, of a declared constant, in a
+    graph and tuned. Each must have the exact bits. Returns how many kernels were compiled and measured for each GPU."""
+    from deep_gemm.jit import default_builder
+
+    counts: dict[str, int] = {}
+    with settings.override(cache_dir=cache):
+        made = {device: integer_operands(70, 576, 512, f"cuda:{device}", seed=device) for device in devices}
+        exact = {device: exact_product(*a, *b).bfloat16() for device, (a, b) in made.items()}
+        results = {device: torch.empty_like(each) for device, each in exact.items()}
+
+        def check(what: str) -> None:
+            for device in devices:
+                assert torch.equal(results[device], exact[device]), f"{what} on GPU {device}"
+                results[device].fill_(float("nan"))
+
+        for each in results.values():
+            each.fill_(float("nan"))
+        for number in range(3):  # the first call plans, the second records, the third replays
+            for device, (a, b) in made.items():
+                before = default_builder().stats["compiled"]
+                deep_gemm.fp8_gemm_nt(a, b, results[device])
+                if number == 0:
+                    counts[f"compiled {device}"] = default_builder().stats["compiled"] - before
+            check(f"call {number}")
+        for device, (a, b) in made.items():
+            deep_gemm.declare_constant(*b)
+            for _ in range(2):
+                deep_gemm.fp8_gemm_nt(a, b, results[device])
+        check("a declared constant")
+        graphs = {}
+        for device, (a, b) in made.items():
+            graphs[device] = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.graph(graphs[device], stream=stream, capture_error_mode="thread_local"):
+                deep_gemm.fp8_gemm_nt(a, b, results[device])
+        for graph in graphs.values():
+            graph.replay()
+        check("a graph")
+        for device in devices:
+            a, b = integer_operands(41, 1808, 1040, f"cuda:{device}")
+            d = torch.empty(41, 1808, dtype=torch.bfloat16, device=f"cuda:{device}")
+            with deep_gemm.tuning() as found:
+                deep_gemm.fp8_gemm_nt(a, b, d)
+            counts[f"measured {device}"] = len(found)
+            assert torch.equal(d, exact_product(*a, *b).bfloat16()), f"a tuned call on GPU {device}"
+    return counts
+
+
+def one_gpu(mesh: DeviceMesh, cache: str) -> dict[str, int]:
+    """`one_process` with this rank's GPU. The ranks share the cache."""
+    return one_process(mesh, cache, [mesh.get_rank()])
+
+
+def precompiled(mesh: DeviceMesh, folder: str) -> dict[str, int]:
+    """How many kernels a rank got ahead in a cache of its own, and how. Calls must need no other."""
+    from deep_gemm.aot import distributed
+    from deep_gemm.aot.workload import GemmShape
+    from deep_gemm.jit import default_builder
+
+    rank, before = mesh.get_rank(), default_builder().stats
+    with settings.override(cache_dir=str(Path(folder, f"rank{rank}"))):
+        summary = distributed.precompile([GemmShape(m, 576, 512) for m in (1, 64, 4096)], timeout=30)
+        found = {what: default_builder().stats[what] - before[what] for what in ("compiled", "adopted")}
+        found |= {"kernels": sum(x.binary is not None for x in summary.outcomes), "failed": len(summary.failed)}
+        with settings.override(forbid_compile=True):
+            for m in (1, 64, 4096):
+                a, b = integer_operands(m, 576, 512, mesh.device_type)
+                d = torch.empty(m, 576, dtype=torch.bfloat16, device=mesh.device_type)
+                deep_gemm.fp8_gemm_nt(a, b, d)
+                assert torch.equal(d, exact_product(*a, *b).bfloat16())
+    return found

@@ -19,8 +19,15 @@ PRELOAD = ["deep_gemm.nn", "torch._dynamo", "torch.distributed.fsdp", "torch.dis
 """What ranks need and takes seconds to import. They are forked from a process that has it."""
 
 
-def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "cpu") -> list[Any]:
-    """The results of ``job(device mesh, *arguments)`` of each rank. A rank that raises fails the test with its text."""
+LATE = 0.5
+"""Seconds by which a late rank begins later. Then it waits a tenth of that before each layer, forward and backward."""
+
+
+def run(
+    job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "cpu", late: int | None = None
+) -> list[Any]:
+    """The results of ``job(device mesh, *arguments)`` of each rank. A rank that raises fails the test with its text.
+    Others have to wait for the rank ``late`` in their collectives."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
@@ -32,7 +39,7 @@ def run(job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            place = rank, size, store.port, device
+            place = rank, size, store.port, device, rank == late
             process = context.Process(target=_serve, args=(*place, theirs, job, arguments), daemon=True)
             process.start()
             theirs.close()
@@ -59,7 +66,7 @@ def _answer(pipe: Connection, end: float) -> tuple[bool, Any]:
 
 
 def _serve(
-    rank: int, size: int, port: int, device: str, pipe: Connection, job: Callable[..., Any], arguments: Any
+    rank: int, size: int, port: int, device: str, late: bool, pipe: Connection, job: Callable[..., Any], arguments: Any
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -71,9 +78,33 @@ def _serve(
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    if late:
+        _delay(device)
     try:
         pipe.send((False, job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments)))
     except BaseException:
         pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
     finally:
         pipe.close()
+
+
+def _delay(device: str) -> None:
+    """Sleep now, and before each layer's passes have the GPU wait, or this process where there is none."""
+    import torch
+
+    time.sleep(LATE)
+
+    def wait(*_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if device == "cuda":
+            torch.cuda._sleep(int(LATE / 10 * 1.7e9))  # cycles
+        else:
+            time.sleep(LATE / 10)
+
+    def before_backward(module: Any, args: Any, y: Any) -> None:
+        if isinstance(y, torch.Tensor) and y.requires_grad and not torch.compiler.is_compiling():
+            y.register_hook(wait)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(wait)
+    torch.nn.modules.module.register_module_forward_hook(before_backward)

@@ -1,4 +1,5 @@
-"""Layers over two GPUs with NCCL beside the same layers on one, and the examples of several ranks."""
+"""Layers over two GPUs with NCCL beside the same layers on one, the examples of several ranks, and two GPUs with one
+cache. Layers are run three times: once as they are, and once with each of two ranks late."""
 
 from __future__ import annotations
 
@@ -23,6 +24,12 @@ BOUND = 0.01
 """Above what rounding of sums to bfloat16 costs. Both sides round to FP8 alike."""
 
 
+@pytest.fixture(params=[None, 0, 1], ids=["in step", "rank 0 late", "rank 1 late"])
+def late(request: pytest.FixtureRequest) -> int | None:
+    found: int | None = request.param
+    return found
+
+
 def check(errors: cases.Errors) -> None:
     assert errors
     assert all(error < BOUND for error in errors.values()), errors
@@ -30,42 +37,76 @@ def check(errors: cases.Errors) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "stored", "bf16"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_tensor_parallel_layers_compute_what_one_gpu_does(kind: str, sequence: bool) -> None:
-    for errors in spawned.run(cases.tensor_parallel, kind, sequence, device="cuda"):
+def test_tensor_parallel_layers_compute_what_one_gpu_does(kind: str, sequence: bool, late: int | None) -> None:
+    for errors in spawned.run(cases.tensor_parallel, kind, sequence, device="cuda", late=late):
         check(errors)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["plain", "kept", "fp8"])
-def test_fsdp_trains_as_one_gpu_does(way: str, weights: Any) -> None:
-    for errors, seen in spawned.run(cases.fully_sharded, way, weights, device="cuda"):
+def test_fsdp_trains_as_one_gpu_does(way: str, weights: Any, late: int | None) -> None:
+    for errors, seen in spawned.run(cases.fully_sharded, way, weights, device="cuda", late=late):
         check(errors)
         assert seen["gathered"] == ("Gathered" if way == "fp8" else "Parameter")
         assert seen["casts kept"] == 0
 
 
-@pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens"])
-def test_divided_experts_compute_what_one_gpu_does(chosen: str) -> None:
-    for errors in spawned.run(cases.expert_parallel, chosen, device="cuda"):
+@pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens", "some are dropped"])
+def test_divided_experts_compute_what_one_gpu_does(chosen: str, late: int | None) -> None:
+    for errors in spawned.run(cases.expert_parallel, chosen, device="cuda", late=late):
         check(errors)
 
 
 @pytest.mark.parametrize("way", ["plain", "fp8"])
-def test_fsdp_shards_experts(way: str) -> None:
-    for errors, casts in spawned.run(cases.sharded_experts, way, device="cuda"):
+def test_fsdp_shards_experts(way: str, late: int | None) -> None:
+    for errors, casts in spawned.run(cases.sharded_experts, way, device="cuda", late=late):
         assert casts == 0
         check(errors)
 
 
-def test_a_checkpoint_of_shards_loads(tmp_path: Path) -> None:
-    for _, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state"), device="cuda"):
+def test_a_checkpoint_of_shards_loads(tmp_path: Path, late: int | None) -> None:
+    for _, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state"), device="cuda", late=late):
         assert in_fp8
         assert all(equal.values()), equal
 
 
-def test_products_of_dtensors_are_those_of_one_gpu() -> None:
-    for errors in spawned.run(divided_cases.products, device="cuda"):
+def test_products_of_dtensors_are_those_of_one_gpu(late: int | None) -> None:
+    for errors in spawned.run(divided_cases.products, device="cuda", late=late):
         check(errors)
+
+
+def test_a_compiled_tensor_parallel_model_computes_the_same(late: int | None) -> None:
+    for errors in spawned.run(cases.compiled, device="cuda", late=late):
+        check(errors)
+
+
+@pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
+def test_tensor_parallel_layers_are_sharded_by_fsdp_too(late: int | None) -> None:
+    for errors in spawned.run(cases.both_ways, size=4, device="cuda", late=late):
+        check(errors)
+
+
+def test_ranks_share_the_kernels_that_they_compile_ahead(tmp_path: Path) -> None:
+    ranks = spawned.run(cases.precompiled, str(tmp_path), device="cuda")
+    count = ranks[0]["kernels"]
+    assert count >= 2
+    for found in ranks:
+        assert found["kernels"] == found["compiled"] + found["adopted"] == count
+        assert found["failed"] == 0
+    assert sum(found["compiled"] for found in ranks) == count
+
+
+def test_two_gpus_of_one_process(tmp_path: Path) -> None:
+    (found,) = spawned.run(cases.one_process, str(tmp_path), [0, 1], size=1, device="cuda")
+    assert found == {"compiled 0": found["compiled 0"], "compiled 1": 0, "measured 0": 1, "measured 1": 0}
+    assert found["compiled 0"] >= 1
+
+
+def test_two_processes_with_a_gpu_each_share_a_cache(tmp_path: Path) -> None:
+    for rank, found in enumerate(spawned.run(cases.one_gpu, str(tmp_path), device="cuda")):
+        assert found[f"measured {rank}"] <= 1
+    (found,) = spawned.run(cases.one_process, str(tmp_path), [1, 0], size=1, device="cuda")
+    assert not any(found.values()), found
 
 
 @pytest.mark.parametrize("script", ["tensor_parallel.py", "fsdp.py"])

@@ -18,7 +18,7 @@ from deep_gemm.nn import FP8Linear
 from deep_gemm.nn.parallel import gather_in_fp8
 
 pytestmark = [pytest.mark.long, pytest.mark.limit(100)]
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 BLOCKS = "of a shard must be a multiple of 128, the size of a block of scales, but it is"
 WHOLE = "of a shard must be a whole number, but it is"
 
@@ -111,11 +111,11 @@ def test_a_compiled_tensor_parallel_model_has_the_same_bits() -> None:
 
 
 def torchrun(script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """The example by two ranks, on the CPU."""
+    """A script by two ranks, on the CPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [*command, str(EXAMPLES / script), *options], capture_output=True, text=True, timeout=90, env=environment
+        [*command, str(ROOT / script), *options], capture_output=True, text=True, timeout=90, env=environment
     )
 
 
@@ -127,7 +127,7 @@ def torchrun(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_examples_agree_with_one_process(script: str, titles: list[str], tmp_path: Path) -> None:
-    done = torchrun(script, "--record", str(tmp_path / "record.json"))
+    done = torchrun(f"examples/{script}", "--record", str(tmp_path / "record.json"))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "record.json").read_text())
     assert list(record) == titles
@@ -139,6 +139,21 @@ def test_examples_agree_with_one_process(script: str, titles: list[str], tmp_pat
 
 
 def test_an_example_alone_says_how_to_run_it() -> None:
-    done = subprocess.run([sys.executable, EXAMPLES / "fsdp.py"], capture_output=True, text=True, timeout=90)
+    done = subprocess.run([sys.executable, ROOT / "examples/fsdp.py"], capture_output=True, text=True, timeout=90)
     assert done.returncode == 1
     assert "Run it as ranks: torchrun --nproc-per-node 2" in done.stderr
+
+
+def test_the_benchmark_measures_each_layer_beside_torch(tmp_path: Path) -> None:
+    done = torchrun("benchmarks/parallel.py", "--output", str(tmp_path / "rows.jsonl"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    found = {(row["layer"], row["pass"], row["way"]) for row in rows}
+    assert len(found) == len(rows)
+    passes = ("forward", "step")
+    assert {(layer, name) for layer, name, way in found if way == "torch BF16"} == {
+        *((layer, name) for layer in ("tensor parallel MLP", "expert parallel mixture") for name in passes),
+        ("FSDP2", "step and AdamW"),
+    }
+    assert sum(way != "torch BF16" for *_, way in found) == 6
+    assert all(row["ranks"] == 2 and row["us"] > 0 for row in rows)
