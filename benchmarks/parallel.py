@@ -44,6 +44,7 @@ from deep_gemm.nn.exchange import Exchange
 from deep_gemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, gather_in_fp8
 from deep_gemm.testing import timing
 
+grouped_mm = getattr(functional, "grouped_mm", None) or torch._grouped_mm
 Call = Callable[[], Any]
 Ways = dict[str, Call]
 
@@ -109,11 +110,11 @@ class TorchExperts(nn.Module):
         order = expert.argsort(stable=True)
         shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
         place = torch.arange(len(order), device=x.device) + shift[expert[order]]
-        rows = x.new_zeros(len(order) + self.ALIGNED * count, x.shape[1]).index_copy(0, place, x[order])
+        rows = x.new_zeros(len(order) + self.ALIGNED * count, x.shape[1]).index_copy(0, place, x.index_select(0, order))
         ends = padded.cumsum(0).to(torch.int32)
-        gate, up = functional.grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
-        y = functional.grouped_mm(functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
-        return torch.zeros_like(y[: len(order)]).index_copy(0, order, y[place])
+        gate, up = grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
+        y = grouped_mm(functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+        return torch.zeros_like(y[: len(order)]).index_copy(0, order, y.index_select(0, place))
 
 
 def step(model: nn.Module, x: Tensor, dy: Tensor) -> None:
@@ -289,6 +290,7 @@ def main(output: Path | None, only: str, in_graphs: bool, turns: int) -> None:
                 continue
             for labels, ways in part(mesh):
                 found = measure(mesh, ways, turns if mesh.device_type == "cuda" else 1)
+                ways.clear()  # NCCL's group waits at its end for graphs
                 for way, us in found.items():
                     row = {"mode": "parallel", **labels, "way": way, "us": round(us, 2), **origin}
                     if output is not None and mesh.get_rank() == 0:

@@ -66,12 +66,12 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     config.stash[SCRATCH] = scratch
     config.stash[MESSAGES] = os.fdopen(os.dup(2), "w")  # stderr, which is captured during a test
-    config.pluginmanager.register(GpuRecord(TESTS / "gpu"))
     if hasattr(config.option, "loadscopereorder"):
         # Side by side, files begin in the order of collection, not those with most tests first.
         config.option.loadscopereorder = False
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(NamedAtOnce(config))
+        config.pluginmanager.register(GpuRecord(TESTS / "gpu"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

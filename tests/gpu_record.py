@@ -27,11 +27,22 @@ class GpuRecord:
         self.outcomes: dict[str, Counter[str]] = {}
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        narrowed = any("::" in argument for argument in session.config.args)
-        options = session.config.option
-        if narrowed or options.keyword or options.markexpr not in ("", "not long") or getattr(options, "lf", False):
-            return
-        self.left = Counter(item.path.name for item in session.items if item.path.parent == self.directory)
+        if self._is_whole(session.config):
+            self.left = Counter(item.path.name for item in session.items if item.path.parent == self.directory)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: list[str]) -> None:
+        """Side by side, other processes collect and run tests, and each tells this one what it collected: the same."""
+        if not self.left and self._is_whole(node.config):
+            self.left = Counter(name for test in ids if (name := self._file(test)))
+
+    @staticmethod
+    def _is_whole(config: pytest.Config) -> bool:
+        """Whether all tests of files are run."""
+        narrowed = any("::" in argument for argument in config.args)
+        options = config.option
+        selected = options.keyword or options.markexpr not in ("", "not long") or getattr(options, "lf", False)
+        return not (narrowed or selected)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if (name := self._file(report.nodeid)) and (report.when == "call" or not report.passed):

@@ -357,7 +357,7 @@ def precompiled(mesh: DeviceMesh, folder: str) -> dict[str, int]:
 
     rank, before = mesh.get_rank(), default_builder().stats
     with settings.override(cache_dir=str(Path(folder, f"rank{rank}"))):
-        summary = distributed.precompile([GemmShape(m, 576, 512) for m in (1, 64, 4096)], timeout=30)
+        summary = distributed.precompile([GemmShape(m, 576, 512) for m in (1, 64, 4096)], timeout=50)
         found = {what: default_builder().stats[what] - before[what] for what in ("compiled", "adopted")}
         found |= {"kernels": sum(x.binary is not None for x in summary.outcomes), "failed": len(summary.failed)}
         with settings.override(forbid_compile=True):

@@ -13,14 +13,21 @@ from gpu_record import GpuRecord
 Tests = list[tuple[str, str]]  # file and outcome of each
 
 
-def play(directory: Path, tests: Tests, stop: int | None = None, **options: Any) -> dict[str, Any] | None:
-    """The record after a run of ``tests``, of which only the first ``stop`` finish."""
+def play(
+    directory: Path, tests: Tests, stop: int | None = None, processes: int = 0, **options: Any
+) -> dict[str, Any] | None:
+    """The record after a run of ``tests``, of which only the first ``stop`` finish. Several processes run them side by
+    side, or this one does."""
     record = GpuRecord(directory)
     option = SimpleNamespace(**({"keyword": "", "markexpr": "", "lf": False} | options))
     config = SimpleNamespace(args=["gpu"], option=option)
     items = [SimpleNamespace(path=directory / name) for name, _ in tests]
     session: Any = SimpleNamespace(items=items, config=config)
-    record.pytest_collection_finish(session)
+    for _ in range(processes):
+        node: Any = SimpleNamespace(config=config)
+        record.pytest_xdist_node_collection_finished(node, [f"tests/gpu/{name}::test" for name, _ in tests])
+    if not processes:
+        record.pytest_collection_finish(session)
     for name, outcome in tests[:stop]:
         nodeid = f"tests/gpu/{name}::test"
         phases = [("setup", outcome)] if outcome == "skipped" else [("setup", "passed"), ("call", outcome)]
@@ -51,8 +58,9 @@ def counts(passed: int, failed: int, skipped: int) -> dict[str, int]:
     return {"passed": passed, "failed": failed, "skipped": skipped}
 
 
-def test_a_whole_run_is_recorded(directory: Path) -> None:
-    written = play(directory, A + B)
+@pytest.mark.parametrize("processes", [0, 2])
+def test_a_whole_run_is_recorded(directory: Path, processes: int) -> None:
+    written = play(directory, A + B, processes=processes)
     assert written is not None
     assert written["files"] == {"test_a.py": counts(1, 1, 0), "test_b.py": counts(1, 0, 1)}
     assert {name: written[name] for name in counts(0, 0, 0)} == counts(2, 1, 1)
@@ -62,7 +70,7 @@ def test_a_whole_run_is_recorded(directory: Path) -> None:
     assert all(isinstance(written[name], str) for name in place)
 
 
-@pytest.mark.parametrize("options", [{"keyword": "x"}, {"markexpr": "gpu"}, {"lf": True}])
+@pytest.mark.parametrize("options", [{"keyword": "x"}, {"markexpr": "gpu"}, {"lf": True}, {"lf": True, "processes": 2}])
 def test_a_selection_is_not_recorded(directory: Path, options: dict[str, Any]) -> None:
     assert play(directory, A + B, **options) is None
 
