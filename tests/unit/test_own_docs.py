@@ -111,3 +111,9 @@ def test_deepgemm_is_named_by_its_own_version() -> None:
     pages = [page for page in [*PAGES, *(ROOT / "docs" / "measurements").glob("*.md")] if page.stem != "performance"]
     builds = re.compile(r"0\.1\.4\.post|2\.5\.0\.post|sgl-deep-gemm`? \d")
     assert [page.stem for page in pages if builds.search(page.read_text())] == []
+
+
+def test_each_page_of_measurements_links_records() -> None:
+    pages = [page for page in (ROOT / "docs" / "measurements").glob("*.md") if page.stem != "index"]
+    assert pages
+    assert [page.stem for page in pages if "](../../benchmarks/results/" not in page.read_text()] == []
