@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from deep_gemm.nn.routing import by_expert
+
 Counts = list[int]
 
 
@@ -26,10 +28,8 @@ class Exchange:
         width), zeros where a choice is none of the ``experts`` of all ranks. ``run(rows, experts)`` computes rows by
         experts of this rank, numbered from 0."""
         (tokens, top_k), group, ranks = chosen.shape, self.mesh.get_group(), self.mesh.size()
-        dropped = (chosen < 0) | (chosen >= experts)
-        expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(experts, device=x.device), right=True)
-        sent = ends.diff(prepend=ends.new_zeros(1)).view(ranks, -1)
+        _, order, counts = by_expert(chosen, experts)
+        sent = counts.view(ranks, -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         out, into = torch.stack([sent.sum(1), received.sum(1)]).tolist()  # waits for the GPU

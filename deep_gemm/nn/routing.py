@@ -64,12 +64,10 @@ class Routing:
         choices = tokens * top_k
         # All groups fit, and then the last row is padding: of the last group, or of none if that has no padding.
         capacity = align(choices + min(experts, choices) * (alignment - 1), alignment)
-        dropped = (chosen < 0) | (chosen >= experts)
-        expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
-        ends = torch.searchsorted(expert, torch.arange(experts, device=device), right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))
+        expert, order, counts = by_expert(chosen, experts)
         sizes = (counts + alignment - 1) // alignment * alignment
-        shift = (sizes.cumsum(0) - sizes) - (ends - counts)  # from places without padding to rows
+        padding = sizes - counts
+        shift = padding.cumsum(0) - padding  # from places without padding to rows
         dropped = expert == experts
         row = torch.arange(choices, device=device) + shift[expert.clamp(max=experts - 1)]
         row = row.masked_fill(dropped, capacity - 1)
@@ -94,6 +92,16 @@ class Routing:
         in x, as layers leave it."""
         check_tensor("x", x, (2,))
         return x[self.rows].float()
+
+
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices ``chosen`` (tokens, top_k) in the order of their experts, and of the tokens of each: the expert of
+    each choice, its place in ``chosen``, and how many choices each expert has. Those of no expert are the last, and
+    have the number ``experts``."""
+    dropped = (chosen < 0) | (chosen >= experts)
+    expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(experts, device=chosen.device), right=True)
+    return expert, order, ends.diff(prepend=ends.new_zeros(1))
 
 
 def _unknown(chosen: Tensor, experts: int) -> list[Fault]:
