@@ -6,7 +6,8 @@ from typing import Any
 
 from ..params import GemmConfig
 from ..spec import GemmSpec
-from .gemm import ALONG_M, SAME, GemmFamily, scaling_of
+from .gemm import SAME, GemmFamily, scaling_of
+from .groups import ALONG_M
 from .hopper import serving
 from .hopper.fp8_gemm import Fp8Gemm
 from .hopper.fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers

@@ -23,6 +23,7 @@ from .base import Argument, Kernel, Numbers, Strides, Value
 from .features import Features
 from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
+from .groups import ALONG_M
 from .template import BYTES, NAMES, Template, kernel_name
 
 SCALINGS = {
@@ -33,7 +34,6 @@ SCALINGS = {
 }
 """The name of each supported pair of scalings, those of A and of B."""
 
-ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
 

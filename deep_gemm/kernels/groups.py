@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from ..params import GemmConfig
-from ..spec import GemmSpec, align, ceil_div
+from ..spec import GemmSpec, Grouping, align, ceil_div
 from .base import Strides
 from .features import Features
 from .gemm_features import PACKING
@@ -18,7 +18,10 @@ from .raster import divisor, raster
 LEAST_SEGMENTS, MOST_SEGMENTS = 32, 2048
 """Sizes of the table are powers of two."""
 
-WITH_TABLE = frozenset({"contiguous", "psum", "masked", "k"})
+ALONG_M: tuple[Grouping, ...] = ("contiguous", "psum", "masked")
+"""Forms of groups along M."""
+
+WITH_TABLE = frozenset({*ALONG_M, "k"})
 """Forms of groups whose sizes are on the device. Others have groups of equal size."""
 
 MOST_COLUMNS = 1 << 18
@@ -129,7 +132,7 @@ def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
 def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
     """Rows of a box of A; 0 for all of a tile. A tile loads the boxes that begin before its group's end; where rows
     have labels, all that one consumer multiplies, because the product of padding is written."""
-    if grouping == "k" or grouping not in WITH_TABLE:
+    if grouping not in ALONG_M:
         return 64 if grouping == "k" and dtype == "e4m3" else 0
     return FEW_ROWS if config.block_m == 64 and grouping != "contiguous" else 64
 

@@ -13,7 +13,7 @@ from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop
 
 from deep_gemm import kernels
 from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
-from deep_gemm.kernels.gemm import ALONG_M
+from deep_gemm.kernels.groups import ALONG_M
 from deep_gemm.params import KernelParams
 
 CASES = [params for family in GEMMS if family.mma_instruction == "HGMMA" for params in family.cases()]

@@ -9,7 +9,8 @@ from typing import Any
 from ...arch import ArchSpec
 from ...params import GemmConfig
 from ...spec import SCALE_BLOCK, GemmSpec
-from ..gemm import ALONG_M, SAME, GemmFamily
+from ..gemm import SAME, GemmFamily
+from ..groups import ALONG_M
 from . import serving
 from .fp8_scaled import Fp8Scaled
 from .half_gemm import HalfGemm

@@ -64,7 +64,7 @@ def arguments(params: KernelParams, rules: HopperTemplate) -> tuple[Argument, ..
         found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
         found += parameters("u32 groups, u32 alignment, const int* layout")
-    if p.scaling == "1d2d" and (p.grouping == "batched" or (p.grouping in groups.WITH_TABLE and p.grouping != "k")):
+    if p.scaling == "1d2d" and p.grouping in ("batched", *groups.ALONG_M):
         found += parameters("i64 scale_b_stride_g")
     if p.gemm.parts:
         found += parameters("u8* memory")
@@ -88,7 +88,7 @@ def launch(
 ) -> tuple[Grid, dict[str, Value]]:
     """See `Template.launch`. In z are the parts of K."""
     _check_whole_pieces(params, spec.n)
-    make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.WITH_TABLE else dense
+    make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.ALONG_M else dense
     ctas, values = make(rules, params, spec, strides, numbers, early)
     if params.accumulate == "reads" and "c_stride" not in values:
         values["c_stride"] = strides["c"][0]

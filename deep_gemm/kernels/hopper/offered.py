@@ -32,8 +32,6 @@ SHORT_K = 128
 
 _LITTLE_PADDING = 1.15
 
-ALONG_M = frozenset({"contiguous", "psum", "masked"})
-
 
 def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int, ...]) -> list[GemmConfig]:
     """Of tiles for few rows of A, with ``sizes`` along M in the serving set: those that suit M."""
@@ -46,7 +44,7 @@ def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int,
 def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Of FP8 tiles with any scaling, output and grouping."""
     filled = half_filled(spec, configs)
-    if spec.grouping in ALONG_M:
+    if spec.grouping in groups.ALONG_M:
         return masked(spec, filled) if spec.grouping == "masked" else filled
     return splits_in_one_round(spec, filled)
 
@@ -54,7 +52,7 @@ def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
 def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Of 16-bit tiles, swap-AB ones too."""
     filled = half_filled(spec, configs)
-    if spec.grouping in ALONG_M:
+    if spec.grouping in groups.ALONG_M:
         return filled
     if spec.grouping == "batched" and spec.k <= SHORT_K:
         filled = short_batch(filled)
@@ -78,7 +76,7 @@ def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig
 
 def half_filled(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """Without those of which more than half would be padding: a config with half the height is better."""
-    highest = max(64, 2 * (groups.one_group(spec).m if spec.grouping in ALONG_M else spec.m))
+    highest = max(64, 2 * (groups.one_group(spec).m if spec.grouping in groups.ALONG_M else spec.m))
     return [config for config in configs if config.block_m <= highest]
 
 
