@@ -112,6 +112,11 @@ def shape_of(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
+def described(x: Tensor) -> str:
+    """The dtype and the shape of a tensor, for messages."""
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
 def shown(value: Any) -> str:
     """A value, for messages: of a tensor its type, since its elements are many, and may be on a GPU. Of numpy's numbers
     the type too: they look like Python's, which may be what is wrong."""

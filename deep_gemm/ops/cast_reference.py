@@ -17,7 +17,7 @@ from torch import Tensor
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import mxfp4
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, align, ceil_div
-from deep_gemm.tensors import check_tensor, shown
+from deep_gemm.tensors import check_tensor, described, shown
 
 E4M3_MAX = 448.0
 SCALE_MIN = 2.0**-128
@@ -118,7 +118,7 @@ def dequantise(
     ):
         if tensor.dtype != wanted:
             instead = "Swap the two: values come first, then their scales." if swapped else instead
-            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {_kind(tensor)}. {instead}")
+            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {described(tensor)}. {instead}")
     if x.device != sf.device:
         raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
     if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):
@@ -152,7 +152,7 @@ def ceil_to_ue8m0(x: Tensor) -> Tensor:
     """
     check_tensor("x", x, by_torch=True)
     if x.dtype != torch.float32:
-        raise InvalidInputError(f"x must be torch.float32, but it is {_kind(x)}.")
+        raise InvalidInputError(f"x must be torch.float32, but it is {described(x)}.")
     exponent_mask, mantissa_mask = 0x7F800000, 0x007FFFFF
     rounded = ((x.view(torch.int32) + mantissa_mask) & exponent_mask).view(torch.float32)
     return torch.where(x.isnan(), x, rounded)
@@ -166,7 +166,7 @@ def pack_ue8m0_to_int(x: Tensor) -> Tensor:
     """
     check_tensor("x", x, by_torch=True)
     if x.dtype != torch.float32 or x.dim() == 0 or x.shape[-1] % 4:
-        raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {_kind(x)}.")
+        raise InvalidInputError(f"x must be float32 with a multiple of four columns, but it is {described(x)}.")
     return pack_exponents(x)
 
 
@@ -182,7 +182,9 @@ def unpack_ue8m0_from_int(packed: Tensor) -> Tensor:
     """The powers of two that `pack_ue8m0_to_int` packed: (..., k / 4) int32 to (..., k) float32."""
     check_tensor("packed", packed, by_torch=True)
     if packed.dtype != torch.int32 or packed.dim() == 0:
-        raise InvalidInputError(f"packed must be an int32 tensor of one dimension or more, but it is {_kind(packed)}.")
+        raise InvalidInputError(
+            f"packed must be an int32 tensor of one dimension or more, but it is {described(packed)}."
+        )
     # Not .contiguous(), which does not change the strides of a single element.
     exponents = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return (exponents.to(torch.int32) << 23).view(torch.float32)
@@ -225,7 +227,7 @@ def _check_input(name: str, x: Tensor, rank: int | None = None) -> None:
     check_tensor(name, x, None if rank is None else (rank,), by_torch=True)
     if not x.is_floating_point() or x.element_size() < 2:
         raise InvalidInputError(
-            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {_kind(x)}. Pass "
+            f"{name} must be a tensor of bfloat16, float16, float32 or float64, but it is {described(x)}. Pass "
             f"{name}.float()."
         )
 
@@ -237,7 +239,3 @@ def _check_bool(name: str, value: object) -> None:
 
 def _is_whole(value: object, least: int | None = None) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least)
-
-
-def _kind(x: Tensor) -> str:
-    return f"{x.dtype} {tuple(x.shape)}"

@@ -108,7 +108,6 @@ class Epilogue:
                 raise UnsupportedError(
                     "alpha as a tensor and row_factor cannot be combined. Pass row_factor=alpha * row_factor."
                 )
-            check_tensor("alpha", self.alpha)
             if self.alpha.numel() != 1 or self.alpha.dtype != torch.float32:
                 raise InvalidInputError(
                     "alpha must be a number or a float32 tensor of one element, but it is "

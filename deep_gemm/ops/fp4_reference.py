@@ -8,7 +8,6 @@ There is no negative zero. See `deep_gemm.quantize.mxfp4` for the rules of OCP's
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,12 +16,9 @@ from torch import Tensor
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import checks
 from deep_gemm.ops.cast_reference import ceil_to_ue8m0, pack_ue8m0_to_int, unpack_ue8m0_from_int
-from deep_gemm.ops.mxfp4 import E2M1, PACKED
+from deep_gemm.ops.mxfp4 import E2M1, MIDDLES, PACKED, VALUES, pack
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, ceil_div
-from deep_gemm.tensors import check_tensor, shape_of
-
-_LIMITS = tuple((low + high) / 2 for low, high in pairwise(E2M1))
-"""The largest magnitude of each code but the last."""
+from deep_gemm.tensors import check_tensor, described, shape_of
 
 
 def per_token_cast_to_fp4(
@@ -45,7 +41,7 @@ def per_token_cast_to_fp4(
     check_tensor("x", x, (2,), by_torch=True)
     rows, columns = x.shape
     if not x.is_floating_point() or columns % 2:
-        raise InvalidInputError(f"x must be floating-point with an even number of columns, but it is {_shown(x)}.")
+        raise InvalidInputError(f"x must be floating-point with an even number of columns, but it is {described(x)}.")
     gran_k = max(1, min(gran_k, columns))
     count = ceil_div(columns, gran_k)
     padded = torch.nn.functional.pad(x.detach().float(), (0, count * gran_k - columns))
@@ -54,12 +50,12 @@ def per_token_cast_to_fp4(
     scales = ceil_to_ue8m0(scales) if use_ue8m0 else scales
     scaled = (blocks * (1.0 / scales)[:, :, None]).flatten(1)[:, :columns]
     codes = torch.zeros(scaled.shape, dtype=torch.uint8, device=x.device)
-    for limit in _LIMITS:
-        codes += scaled.abs() > limit
+    for middle in MIDDLES:
+        codes += scaled.abs() > middle
     codes |= ((scaled < 0) & (codes > 0)).to(torch.uint8) << 3
     if use_packed_ue8m0:
         scales = pack_ue8m0_to_int(torch.nn.functional.pad(scales, (0, -count % 4), value=1.0))
-    return _packed(codes).view(torch.int8), scales
+    return pack(codes).view(torch.int8), scales
 
 
 def cast_back_from_fp4(packed: Tensor, sf: Tensor, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False) -> Tensor:
@@ -78,10 +74,10 @@ def cast_back_from_fp4(packed: Tensor, sf: Tensor, gran_k: int = SCALE_BLOCK, us
     if sf.dtype != dtype or tuple(sf.shape) != shape or sf.device != packed.device:
         raise InvalidInputError(
             f"sf must be {dtype} {shape} on {packed.device} for packed {shape_of(packed)} and gran_k = {gran_k}, but "
-            f"it is {_shown(sf)} on {sf.device}."
+            f"it is {described(sf)} on {sf.device}."
         )
     scales = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
-    known = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=torch.float32, device=packed.device)
+    known = torch.tensor(VALUES, dtype=torch.float32, device=packed.device)
     of_columns = torch.arange(columns, device=packed.device) // gran_k
     return known[codes.int()] * scales[:, of_columns]
 
@@ -95,8 +91,8 @@ def transpose_packed_fp4(a: Tensor) -> Tensor:
     """
     codes = _codes("a", a)
     if codes.shape[0] % 2:
-        raise InvalidInputError(f"a must have an even number of rows, but it is {_shown(a)}. Pad it with a row.")
-    return _packed(codes.t()).view(a.dtype)
+        raise InvalidInputError(f"a must have an even number of rows, but it is {described(a)}. Pad it with a row.")
+    return pack(codes.t()).contiguous().view(a.dtype)
 
 
 def _check(gran_k: Any, use_packed_ue8m0: Any) -> None:
@@ -109,15 +105,7 @@ def _codes(name: str, packed: Tensor) -> Tensor:
     check_tensor(name, packed, (2,), by_torch=True)
     if packed.dtype not in PACKED:
         raise InvalidInputError(
-            f"{name} must be torch.int8 or torch.uint8, two values a byte, but it is {_shown(packed)}."
+            f"{name} must be torch.int8 or torch.uint8, two values a byte, but it is {described(packed)}."
         )
     both = packed.view(torch.uint8)
     return torch.stack((both & 15, both >> 4), 2).flatten(1)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    return (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
-
-
-def _shown(x: Tensor) -> str:
-    return f"{x.dtype} {shape_of(x)}"

@@ -9,17 +9,21 @@ exponent e stands for 2^(e - 127), and 255 for NaN: then all 32 values are NaN.
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
-from deep_gemm.tensors import check_tensor, shape_of
+from deep_gemm.tensors import check_tensor, described, shape_of
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The magnitudes of the codes 0 to 7. Codes 8 to 15 are the same with a minus sign."""
+"""The magnitudes of the codes 0 to 7."""
+VALUES = (*E2M1, *(-value for value in E2M1))
+"""The values of the codes 0 to 15."""
+MIDDLES = tuple((low + high) / 2 for low, high in pairwise(E2M1))
+"""Between each magnitude and the next one."""
 BLOCK = 32
 """So many values along K share a scale."""
 NAN = 255
@@ -38,8 +42,7 @@ def operand(packed: Tensor, scales: Tensor, names: tuple[str, str] = ("packed", 
     x, sf = names
     if packed.dtype not in PACKED:
         raise InvalidInputError(
-            f"{x} must be uint8 or int8 with two values of E2M1 in each byte, but it is {packed.dtype} "
-            f"{shape_of(packed)}."
+            f"{x} must be uint8 or int8 with two values of E2M1 in each byte, but it is {described(packed)}."
         )
     if packed.device != scales.device:
         raise InvalidInputError(f"{sf} must be on the device of {x}, {packed.device}, but it is on {scales.device}.")
@@ -107,8 +110,12 @@ def _factors(exponents: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
     """The two values of each byte."""
-    signed = (*E2M1, *(-value for value in E2M1))
-    return torch.tensor([(low, high) for high, low in product(signed, signed)], dtype=dtype, device=device)
+    return torch.tensor([(low, high) for high, low in product(VALUES, VALUES)], dtype=dtype, device=device)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Two codes in each byte, uint8, those of even columns in the low four bits."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def cast(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,25 +128,15 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
     if x.dim() < 2 or x.shape[-1] % BLOCK:
         raise InvalidInputError(f"x must be (..., N, K) with K a multiple of {BLOCK}, but it is {shape_of(x)}.")
     blocks = x.detach().float().unflatten(-1, (-1, BLOCK))
-    largest = (blocks.abs().view(torch.int32) >> 23).amax(
-        -1
-    )  # the biased exponent of the largest magnitude; 255 for NaN and infinity
+    # The biased exponent of the largest magnitude; 255 for NaN and infinity.
+    largest = (blocks.abs().view(torch.int32) >> 23).amax(-1)
     exponents = torch.where(largest == NAN, NAN, (largest - _EXPONENT_MAX).clamp(min=0)).to(torch.uint8)
     inverse = _factors(torch.where(exponents == NAN, NAN, 2 * _BIAS - exponents.int()), torch.float32)
     magnitudes = blocks.abs() * inverse.unsqueeze(-1)
     codes = blocks.signbit().to(torch.uint8) << 3
-    for limit, tie_is_up in (
-        (0.25, False),
-        (0.75, True),
-        (1.25, False),
-        (1.75, True),
-        (2.5, False),
-        (3.5, True),
-        (5.0, False),
-    ):
-        codes += magnitudes >= limit if tie_is_up else magnitudes > limit
-    codes = codes.flatten(-2)
-    return codes[..., ::2] | codes[..., 1::2] << 4, exponents.view(torch.float8_e8m0fnu)
+    for code, middle in enumerate(MIDDLES):  # ties go to the even code
+        codes += magnitudes >= middle if code % 2 else magnitudes > middle
+    return pack(codes.flatten(-2)), exponents.view(torch.float8_e8m0fnu)
 
 
 def to_fp8(packed: Tensor, scales: Tensor, rounding: bool) -> tuple[Tensor, Tensor]:
@@ -151,9 +148,8 @@ def to_fp8(packed: Tensor, scales: Tensor, rounding: bool) -> tuple[Tensor, Tens
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=codes.device)
     sf = torch.empty((*shape[:-2], *_grid(shape)), dtype=torch.float32, device=codes.device)
     lost = torch.zeros((), dtype=torch.int64, device=codes.device)
-    for index in product(
-        *map(range, shape[:-2])
-    ):  # one matrix after the other: each needs a few bytes for a value meanwhile
+    # One matrix after the other: each needs several bytes a value meanwhile.
+    for index in product(*map(range, shape[:-2])):
         scaled, sf[index] = _scaled(codes[index], exponents[index])
         values[index] = scaled
         if not rounding:
