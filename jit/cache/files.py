@@ -298,7 +298,7 @@ def sweep(folder: Path, older_than: float = _STALE_SECONDS, prefix: str = "") ->
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """Write a file that others may read, whole or not at all. Raises OSError."""
-    scratch = path.with_name(f".{path.name[:100]}-{os.urandom(8).hex()}")
+    scratch = path.with_name(f".{path.name[:50]}-{os.urandom(8).hex()}")
     try:
         with owned(scratch, _NEW) as file:
             os.fchmod(file.fileno(), 0o644)

@@ -301,9 +301,10 @@ def test_the_debug_record_is_json_whatever_is_set(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("DG_JIT_PRECOMPILED", f"{tmp_path}/a.dgpack:{tmp_path}/b")
     monkeypatch.setenv("DG_JIT_CACHE_LIMIT", "2GiB")
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "perhaps")
+    path = tmp_path / ("字" * 83 + ".json")  # 254 bytes, and a name may have 255
     with settings.override(debug_dump=tmp_path / "x", nvcc=tmp_path / "nvcc"):
-        deep_gemm.dump_debug_info(tmp_path / "record.json")
-    found = json.loads((tmp_path / "record.json").read_text())["settings"]
+        deep_gemm.dump_debug_info(path)
+    found = json.loads(path.read_text())["settings"]
     assert found["precompiled"] == [f"{tmp_path}/a.dgpack", f"{tmp_path}/b"]
     assert found["nvcc"] == f"{tmp_path}/nvcc"
     assert found["cache_limit"] == 2 << 30
