@@ -42,6 +42,8 @@ OTHER_PARTS = {
 
 FUSED = {"fused_qkv_a_proj": JOINED["qkv_a_proj"]}
 """Names of joined layers that only engines use."""
+IN_EXPERTS = {"gate_proj": ("w1", "w13"), "up_proj": ("w3", "w13"), "down_proj": ("w2",)}
+"""Other names of the weights of a routed expert, and of what they become a part of."""
 
 SIZES = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "intermediate_size",
@@ -358,11 +360,8 @@ def names_of(layer: int, module: str, weight: str) -> list[str]:
     own = [weight, *(whole for whole, parts in (JOINED | FUSED).items() if weight in parts)]
     if module == "mlp.experts.0":
         modules += ["mlp.experts", "block_sparse_moe.experts.0", "block_sparse_moe.experts"]
-        own += [
-            {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}.get(weight, weight),
-            "w13" * (weight != "down_proj"),
-        ]
-    inside = [".".join(filter(None, (at, name))) for at in modules for name in filter(None, own)]
+        own += IN_EXPERTS[weight]
+    inside = [".".join(filter(None, (at, name))) for at in modules for name in own]
     return [f"layers.{layer}.{name}" for name in inside]
 
 

@@ -187,7 +187,7 @@ def mma_n(config: GemmConfig) -> int:
     """Columns of one wgmma. Wide instructions read the least from shared memory. A tile has two instructions along n
     only if the accumulators of one would not fit beside the sums."""
     columns = config.block_n
-    return columns if _needed(config, columns) <= _register_splits(config)[-1][1] else columns // 2
+    return columns if _fits(config, columns) else columns // 2
 
 
 def _fits(config: GemmConfig, columns: int) -> bool:

@@ -12,10 +12,8 @@ from ...spec import SCALE_BLOCK, GemmSpec, align
 from ..gemm_features import PROMOTION_CYCLES, Counts
 from ..template import BYTES
 from . import offered
+from .fp8_gemm import CONSUMERS, accumulators
 from .template import BARRIER_BYTES, MAX_STAGES, HopperTemplate
-
-CONSUMERS = {64: 1, 128: 2, 256: 2}
-"""Consumer warpgroups by tile height."""
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 """CTAs of a cluster along m and n."""
@@ -143,7 +141,7 @@ class Fp8Scaled(HopperTemplate):
         if columns % 16:
             return f"instructions of {columns} columns do not end on a part of 16 columns"
         if not enough_registers(c, columns):
-            return f"{_accumulators(c, columns)} accumulators leave a consumer thread too few registers"
+            return f"{accumulators(c, columns)} accumulators leave a consumer thread too few registers"
         if c.num_stages < 2:
             return f"{c.num_stages} stages are not two or more"
         if c.ctas_per_sm != 1:
@@ -238,11 +236,6 @@ def mma_n(config: GemmConfig) -> int:
     return config.block_n if enough_registers(config, config.block_n) else config.block_n // 2
 
 
-def _accumulators(config: GemmConfig, columns: int) -> int:
-    """Registers of a consumer thread for sums and partial sums, with instructions of ``columns`` columns."""
-    return config.slices * config.block_n // 2 + config.num_partials * columns // 2
-
-
 def enough_registers(config: GemmConfig, columns: int, more: int = 0) -> bool:
     """Whether instructions of ``columns`` columns, and ``more`` registers for each slice, fit in a consumer thread's
     registers."""
@@ -250,7 +243,7 @@ def enough_registers(config: GemmConfig, columns: int, more: int = 0) -> bool:
     others += _OTHER_REGISTERS_OF_PARTS if columns < config.block_n else 0
     others += _OTHER_REGISTERS_OF_WIDE if columns > 128 else 0
     most = _ALL_REGISTERS if _is_wide_and_alone(config) else REGISTERS[config.num_consumers][1]
-    return _accumulators(config, columns) + others <= most
+    return accumulators(config, columns) + others <= most
 
 
 def _is_wide_and_alone(config: GemmConfig) -> bool:
