@@ -155,13 +155,17 @@ class Launch:
         for pointer in pointers:
             pointer.value = address
         replace = api.cuda().cuTensorMapReplaceAddress
-        for tensor_map, offset in maps:
-            status = replace(tensor_map, address + offset)[0]
-            if status and status.name in CONTEXT_ERRORS:
-                with primary_context(self.function.device):
-                    status = replace(tensor_map, address + offset)[0]
-            if status:
-                api.check(status, "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
+        try:
+            for tensor_map, offset in maps:
+                status = replace(tensor_map, address + offset)[0]
+                if status and status.name in CONTEXT_ERRORS:
+                    with primary_context(self.function.device):
+                        status = replace(tensor_map, address + offset)[0]
+                if status:
+                    api.check(status, "cuTensorMapReplaceAddress", f"{self.function.symbol} at {address:#x}")
+        except api.UNKNOWN as error:
+            where = f"{self.function.symbol} at {address:#x}"
+            raise api.unknown(error, "cuTensorMapReplaceAddress", where) from error
         self._at[index] = address
 
     def _find_places(self) -> list[_Places]:
