@@ -13,7 +13,6 @@ __all__ = [
     "bf16_gemm_tn",
     "bf16_gemm_tt",
     "fp8_fp4_gemm_nn",
-    "fp8_fp4_gemm_nt",
     "fp8_fp4_gemm_tn",
     "fp8_fp4_gemm_tt",
     "fp8_gemm_nn",
@@ -153,7 +152,6 @@ def fp8_gemm_tt(
     dense.fp8(a, b, d, c, recipe, recipe_a, recipe_b, compiled_dims, disable_ue8m0_cast, alpha, epilogue, "tt")
 
 
-fp8_fp4_gemm_nt = fp8_gemm_nt
 fp8_fp4_gemm_nn = fp8_gemm_nn
 fp8_fp4_gemm_tn = fp8_gemm_tn
 fp8_fp4_gemm_tt = fp8_gemm_tt

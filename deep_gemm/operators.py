@@ -6,6 +6,7 @@ from deep_gemm.ops import (
     batched,
     cublaslt,
     dense,
+    fp4,
     k_grouped,
     linear,
     logits,
@@ -19,7 +20,7 @@ from deep_gemm.ops import (
 from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
-    *(batched, cublaslt, dense, k_grouped, linear, logits, m_grouped),
+    *(batched, cublaslt, dense, fp4, k_grouped, linear, logits, m_grouped),
     *(paged_logits, prenorm, quantize, rows, skip_head_mid),
 )
 

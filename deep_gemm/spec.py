@@ -334,6 +334,32 @@ class PrenormSpec:
         return f"M={self.m}, N={self.n}, K={self.k} in {self.splits} splits, bf16 x f32 -> f32 by TF32 products"
 
 
+@record(frozen=True)
+class Fp4Spec:
+    """``D[m, n] = A[m, k] @ B[n, k]^T`` with B in MXFP4, as `transform_fp4_weights` arranges it. ``dtype`` is A's:
+    "e4m3" with scales of 1x128, or "bf16". ``absolute``: exponents have 8 bits, not 4 under the base of their row.
+    The other fields are as in `GemmSpec`; ``m`` are the rows of a group if ``grouping`` is "masked". ``aligned``: rows
+    of D begin at multiples of 16 bytes, and have whole pieces of 16 bytes."""
+
+    m: int
+    n: int
+    k: int
+    dtype: str
+    absolute: bool = False
+    groups: int = 1
+    grouping: str = "none"
+    alignment: int = 1
+    expected_m: int = 0
+    aligned: bool = True
+    num_sms: int = 1
+    whole_gpu: bool = True
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        groups = "" if self.grouping == "none" else f" in {self.groups} {self.grouping} groups"
+        return f"M={self.m}, N={self.n}, K={self.k}{groups}, {self.dtype} x MXFP4 -> bf16"
+
+
 Spec: TypeAlias = (
     QuantizeSpec
     | RowsSpec
@@ -346,6 +372,7 @@ Spec: TypeAlias = (
     | PagedLogitsSpec
     | LogitsScheduleSpec
     | PrenormSpec
+    | Fp4Spec
 )
 
 

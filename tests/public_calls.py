@@ -122,6 +122,19 @@ def cast(function: Callable[..., Any], *outputs: str, read: tuple[str, ...] = ()
     return PublicCall(tensors, call)
 
 
+def packed(kind: str, grouping: str) -> PublicCall:
+    """A product of transformed MXFP4 weights."""
+    function = getattr(deep_gemm, f"{'m_grouped_' if grouping else ''}{kind}_fp4_gemm_nt{grouping}")
+    plain = dense(lambda a, b, d, c: function(a, b, d), "nt", E4M3 if kind == "fp8" else BF16, kind == "fp8")
+    plain = grouped(function, kind == "fp8", masked=grouping == "_masked") if grouping else plain
+
+    def tensors() -> Tensors:
+        b, sfb = deep_gemm.transform_fp4_weights(*quantize.mxfp4(torch.ones(*(G,) * bool(grouping), N, K)), kind)
+        return {name: x for name, x in plain.tensors().items() if name != "c"} | {"b": b, "sfb": sfb}
+
+    return PublicCall(tensors, lambda x: plain.call({"c": x["d"], **x}))
+
+
 def torch_does(function: Callable[..., Any], *more: Any, **shapes: tuple[tuple[int, ...], torch.dtype]) -> PublicCall:
     return PublicCall(made(shapes), lambda x: function(*x.values(), *more), by_torch=True)
 
@@ -209,6 +222,16 @@ CALLS: dict[str, PublicCall] = {
             *("fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"),
         )
     },
+    **{
+        f"{'m_grouped_' if grouping else ''}{kind}_fp4_gemm_nt{grouping}{' of MXFP4' * (kind == 'fp8')}": packed(
+            kind, grouping
+        )
+        for kind in ("fp8", "bf16")
+        for grouping in ("", "_masked", "_contiguous")
+    },
+    "transform_fp4_weights": torch_does(
+        deep_gemm.transform_fp4_weights, packed=((N, K // 2), U8), scales=((N, K // 32), U8)
+    ),
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped("fp8"),
     "k_grouped_fp8_gemm_nt_padded": k_grouped("padded"),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped("bf16"),

@@ -1,4 +1,5 @@
-"""The kernels that are no GEMMs: those that prepare operands, casts, indexer logits, and the prenorm product."""
+"""The kernels that are no GEMMs of the selector: those that prepare operands, casts, indexer logits, the prenorm
+product, and products of MXFP4 weights."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.PagedLogitsSpec: ("sm90_fp8_paged_mqa_logits", "sm90_fp8_paged_mqa_logits", "PAGED_LOGITS"),
     spec.LogitsScheduleSpec: ("paged_mqa_logits_metadata", "helpers", "LOGITS_SCHEDULE"),
     spec.PrenormSpec: ("sm90_tf32_hc_prenorm_gemm", "sm90_tf32_hc_prenorm_gemm", "PRENORM"),
+    spec.Fp4Spec: ("sm90_fp4_gemm", "sm90_fp4_gemm", "FP4"),
 }
 """What each computes; its name, the module that has it, and what it is called there. A process imports only the modules
 whose kernels it needs: all together would take a third of a first call."""

@@ -98,10 +98,10 @@ def dequantise(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 def _values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     blocks = _pairs(codes.device, exact)[codes.int()].view(*exponents.shape, BLOCK)
-    return (blocks * _factors(exponents, exact).unsqueeze(-1)).flatten(-2).to(dtype)
+    return (blocks * factors(exponents, exact).unsqueeze(-1)).flatten(-2).to(dtype)
 
 
-def _factors(exponents: Tensor, dtype: torch.dtype) -> Tensor:
+def factors(exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """2^(e - 127), or NaN."""
     bits = exponents.to(torch.int32)
     whole = torch.where(bits == 0, 0x400000, torch.where(bits == NAN, 0x7FC00000, bits << 23))
@@ -131,7 +131,7 @@ def cast(x: Tensor) -> tuple[Tensor, Tensor]:
     # The biased exponent of the largest magnitude; 255 for NaN and infinity.
     largest = (blocks.abs().view(torch.int32) >> 23).amax(-1)
     exponents = torch.where(largest == NAN, NAN, (largest - _EXPONENT_MAX).clamp(min=0)).to(torch.uint8)
-    inverse = _factors(torch.where(exponents == NAN, NAN, 2 * _BIAS - exponents.int()), torch.float32)
+    inverse = factors(torch.where(exponents == NAN, NAN, 2 * _BIAS - exponents.int()), torch.float32)
     magnitudes = blocks.abs() * inverse.unsqueeze(-1)
     codes = blocks.signbit().to(torch.uint8) << 3
     for code, middle in enumerate(MIDDLES):  # ties go to the even code

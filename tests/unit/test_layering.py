@@ -56,6 +56,7 @@ LAYERS: list[tuple[str, ...]] = [
         ),
         "deep_gemm.unsupported",
     ),
+    ("deep_gemm.fp4",),
     ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
     ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),

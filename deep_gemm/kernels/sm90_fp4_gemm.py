@@ -1,0 +1,309 @@
+"""Products of MXFP4 weights with tokens in FP8 or BF16, alone and grouped by M."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..arch import SM90, ArchSpec
+from ..jit.driver.launch import LaunchShape, Map
+from ..jit.driver.tensor_map import TensorMapSpec
+from ..params import Config, KernelParams
+from ..records import record
+from ..spec import Fp4Spec, Spec, align, ceil_div
+from . import groups
+from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+
+PIECE_ROWS, PIECE_K = 64, 128
+PIECE_BYTES = {False: 4096 + 128, True: 4096 + 256}
+"""Bytes of 64 rows by 128 of K, with relative and with absolute exponents: see ``fp4_weights.cuh``."""
+
+GROUPINGS = {"none": "kUngrouped", "masked": "kMasked", "contiguous": "kIndex", "psum": "kPsum"}
+
+TOKENS = (8, 16, 24, 32, 64)
+"""Heights of tiles."""
+SPLIT_TOKENS = (8, 16, 32, 64)
+_MOST_ABSOLUTE = 32
+"""Tokens of a tile with absolute exponents, whose products are added up in other registers."""
+_MOST_STAGES = 32
+
+_NARROW_BYTES = 80_000_000
+"""Packed weights up to which four CTAs on an SM have 64 rows each. On an H200 they took 0.86 to 0.92 of the time of
+one CTA of 256 rows with 53 and 70 MB (6 x 20 rows, FP8), and 1.24 with 748 MB. BF16 gains nothing."""
+_PREFETCHED_BYTES = 200_000_000
+"""Packed weights up to which the first ones are prefetched while the previous kernel ends: 0.90 of the time with 53 MB,
+and 1.12 with 748 MB (H200)."""
+_EARLY_UNITS = 4
+
+
+@record(frozen=True)
+class Fp4Config(Config):
+    """A CTA has ``tokens`` rows of A and 64 rows of B for each of ``consumers``, in stream-K order. If ``cluster`` is
+    not 0, it has 64 rows of B, both consumers take blocks of K in turn, and the CTAs of a cluster split K."""
+
+    tokens: int
+    consumers: int
+    ctas_per_sm: int
+    cluster: int = 0
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of D that a CTA writes."""
+        return self.tokens, PIECE_ROWS * (1 if self.cluster else self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread; (0, 0) where all have the same. Both together must fit in what
+        the launch allocates, threads times the registers at entry: otherwise setmaxnreg waits for ever."""
+        if self.cluster:
+            return (24, 104) if self.tokens == SPLIT_TOKENS[-1] else (0, 0)
+        return (24, 104) if self.consumers == 1 else (32, 112)
+
+    @property
+    def num_threads(self) -> int:
+        """The producer is a warpgroup where it gives registers away, otherwise a warp."""
+        return self.consumers * 128 + (128 if self.registers[0] else 32)
+
+
+def stream(tokens: int, narrow: bool = False) -> Fp4Config:
+    """A config in stream-K order."""
+    return Fp4Config(Fp4.name, tokens, *((1, 4) if narrow else (4, 1)))
+
+
+def _clusters(tokens: int) -> tuple[int, ...]:
+    """CTAs that split K. With four, sums of 64 tokens would spill."""
+    return (1, 2) if tokens == SPLIT_TOKENS[-1] else (1, 2, 4)
+
+
+def split(tokens: int, cluster: int) -> Fp4Config:
+    """A config that splits K. Without a cluster deep rings are better than a third CTA on an SM (H200)."""
+    return Fp4Config(Fp4.name, tokens, 2, 3 if cluster > 1 and tokens <= 16 else 2, cluster)
+
+
+class Fp4(Kernel):
+    """See ``templates/include/fp4_gemm.cuh`` and ``fp4_split.cuh``."""
+
+    name = "sm90_fp4_gemm"
+    template = f"{name}.cu.jinja"
+    mma_instruction = "GMMA"
+
+    def refuses(self, spec: Spec) -> str | None:
+        """Refuses every spec except these products."""
+        if not isinstance(spec, Fp4Spec):
+            return "it multiplies MXFP4 weights"
+        rows = spec.groups * spec.m if spec.grouping == "masked" else spec.m
+        if ceil_div(rows, TOKENS[0]) * ceil_div(spec.n, PIECE_ROWS) * ceil_div(spec.k, PIECE_K) >= 1 << 31:
+            return "it counts blocks of work in 31 bits, and these are more"
+        return None
+
+    def configs(self, arch: ArchSpec) -> tuple[Fp4Config, ...]:
+        """Few tokens split K; the others are in stream-K order."""
+        return (
+            *(stream(tokens) for tokens in TOKENS),
+            *(stream(tokens, narrow=True) for tokens in TOKENS if tokens <= 32),
+            *(split(tokens, cluster) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
+        )
+
+    def config_of(self, spec: Fp4Spec, arch: ArchSpec = SM90) -> Fp4Config:
+        """The lowest tile that takes the expected rows of a group. One product of up to 64 rows splits K if it has too
+        few tiles for all SMs, but not under batch invariance, where all M add in one order."""
+        pieces, blocks = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K)
+        rows = min(spec.expected_m or spec.m, spec.m) if spec.grouping in ("none", "masked") else TOKENS[-1]
+        few = spec.grouping == "none" and rows <= SPLIT_TOKENS[-1] and pieces <= 2 * spec.num_sms
+        if few and not spec.batch_invariant and not spec.absolute:
+            tokens = next(each for each in SPLIT_TOKENS if rows <= each)
+            return split(
+                tokens,
+                next(x for x in _clusters(tokens)[::-1] if x == 1 or (pieces * x <= spec.num_sms and blocks >= 2 * x)),
+            )
+        heights = [x for x in TOKENS if x <= (_MOST_ABSOLUTE if spec.absolute else TOKENS[-1])]
+        if spec.grouping in ("contiguous", "psum"):  # groups begin at multiples of the alignment
+            heights = [x for x in heights if spec.alignment % x == 0]
+        tokens = next((x for x in heights if rows <= x), heights[-1])
+        few = spec.grouping == "masked" and tokens <= 32 and packed_bytes(spec) <= _NARROW_BYTES
+        return stream(tokens, narrow=few and spec.dtype == "e4m3" and not spec.absolute)
+
+    def params(self, spec: Fp4Spec, config: Fp4Config, arch: ArchSpec) -> KernelParams:
+        """See `Kernel.params`."""
+        return KernelParams(
+            kernel=self.name,
+            arch=arch.name,
+            config=config,
+            dtype=spec.dtype,
+            grouping=spec.grouping,
+            segments=groups.segments(spec.grouping, spec.groups),
+            options=(spec.absolute,),
+        )
+
+    def typed(self, params: KernelParams) -> Fp4Config:
+        """The config of ``params``, with its type."""
+        if not isinstance(params.config, Fp4Config):
+            raise TypeError(f"{self.name} takes a Fp4Config, not a {type(params.config).__name__}")
+        return params.config
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        """``pieces`` of N, ``blocks`` of K. ``early``: units of K to prefetch; where K is split, whether weights are
+        constant."""
+        c = self.typed(params)
+        scales = ", TensorMap map_sfa=sfa" if params.dtype == "e4m3" else ""
+        of_groups = ", u32 groups, u32 alignment, const int* layout" if params.grouping != "none" else ", u32 groups"
+        own = "" if c.cluster else ", u8* workspace, u32 whole_tiles"
+        return parameters(
+            f"TensorMap map_a=a{scales}, const u8* packed=b, const float* factors=sfb, u8* d, i64 d_stride, u32 m, "
+            f"u32 n, u32 pieces, u32 blocks, u32 early, u32 aligned{of_groups}{own}"
+        )
+
+    def values(
+        self, params: KernelParams, spec: Fp4Spec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool
+    ) -> tuple[LaunchShape, Mapping[str, Value]]:
+        """Operands: a, sfa (blocks of K contiguous over rows, TMA's layout), b, sfb, layout, d, workspace. Strides of a
+        and d are those of all groups' rows as one matrix."""
+        c = self.typed(params)
+        size, step = (1, 128) if spec.dtype == "e4m3" else (2, 64)
+        masked = spec.groups if spec.grouping == "masked" else 1
+        pieces, blocks = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K)
+        kind = "u8" if size == 1 else "bf16"
+        rows = (spec.k, spec.m * masked)
+        values: dict[str, Value] = {
+            "map_a": Map(TensorMapSpec(kind, rows, (size * strides["a"][0],), (step, c.tokens), 128), "a"),
+            "d_stride": strides["d"][0],
+            "m": spec.m,
+            "n": spec.n,
+            "pieces": pieces,
+            "blocks": blocks,
+            "early": int(constant) if c.cluster else self._prefetched(spec, c),
+            "aligned": int(spec.aligned),
+            "groups": spec.groups,
+            "alignment": spec.alignment,
+            "whole_tiles": int(spec.batch_invariant),
+        }
+        if spec.dtype == "e4m3":
+            scales = TensorMapSpec("f32", (spec.m, blocks * masked), (4 * strides["sfa"][1],), (c.tokens, 1))
+            values["map_sfa"] = Map(scales, "sfa")
+        grid = pieces * ceil_div(spec.m, c.tokens) * c.cluster if c.cluster else spec.num_sms * c.ctas_per_sm
+        shape = LaunchShape(
+            grid=(grid, 1, 1),
+            block=c.num_threads,
+            dynamic_shared=self.shared_bytes(params),
+            cluster=(max(1, c.cluster), 1, 1),
+            pdl=pdl and spec.whole_gpu,
+        )
+        return shape, values
+
+    def _prefetched(self, spec: Fp4Spec, config: Fp4Config) -> int:
+        few = config.tokens < TOKENS[-1] and packed_bytes(spec) <= _PREFETCHED_BYTES
+        return _EARLY_UNITS if few and not spec.batch_invariant else 0
+
+    def workspace_bytes(self, spec: Fp4Spec) -> int:
+        """The memory in which CTAs leave sums to each other; 0 if they do not."""
+        c = self.config_of(spec)
+        if c.cluster:
+            return 0
+        consumers = spec.num_sms * c.ctas_per_sm * c.consumers
+        return align(consumers * 8, 128) + consumers * PIECE_ROWS * c.tokens * 4
+
+    def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
+        """Constants of the template."""
+        c, fp8, absolute = self.typed(params), params.dtype == "e4m3", self.is_absolute(params)
+        producer, consumer = c.registers
+        return {
+            "source": "fp4_split" if c.cluster else "fp4_gemm",
+            "kernel": "Fp4Split" if c.cluster else "Fp4Gemm",
+            "mma_n": c.tokens,
+            "mma_steps": (1 if fp8 else 2) * (1 if absolute else 2),
+            "mma_types": "k32.f32.e5m2.e4m3" if fp8 else "k16.f32.bf16.bf16",
+            "mma_major": "" if fp8 else ", 0",
+            "consumers": c.consumers,
+            "num_stages": self.stages(params),
+            "cluster": max(1, c.cluster),
+            "num_threads": c.num_threads,
+            "min_ctas": c.ctas_per_sm,
+            "shared_bytes": self.shared_bytes(params),
+            "producer_registers": producer,
+            "consumer_registers": consumer,
+            "fp8": "true" if fp8 else "false",
+            "absolute": "true" if absolute else "false",
+            "grouping": GROUPINGS[params.grouping],
+            "segments": params.segments,
+            "argument_fields": self.struct_fields(params),
+            "arguments": self.struct(params),
+        }
+
+    def is_absolute(self, params: KernelParams) -> bool:
+        """Whether exponents have 8 bits."""
+        return bool(params.options[0])
+
+    def stages(self, params: KernelParams) -> int:
+        """As many as fit, for consumers that take blocks in turn the same number each."""
+        c = self.typed(params)
+        rest = self._shared(params, 0)
+        room = min(SM90.shared_per_cta, SM90.shared_per_sm // c.ctas_per_sm - SM90.shared_reserved_per_cta)
+        fit = min(_MOST_STAGES, (room - rest) // (self._shared(params, 1) - rest))
+        return fit // 2 * 2 if c.cluster else fit
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """See the offsets in ``Fp4Gemm`` and ``Fp4Split``."""
+        return self._shared(params, self.stages(params))
+
+    def _shared(self, params: KernelParams, stages: int) -> int:
+        c, fp8, piece = self.typed(params), params.dtype == "e4m3", PIECE_BYTES[self.is_absolute(params)]
+        block = c.tokens * 128 * (1 if fp8 else 2) + (align(c.tokens * 4, 128) if fp8 else 0)
+        if not c.cluster:
+            stage = 2 * (block + c.consumers * piece)
+            table = groups.table_bytes(params.grouping, params.segments)
+            return stages * (stage + 16) + c.consumers * c.tokens * 128 + table
+        splits = 2 * c.cluster
+        owned = ceil_div(c.tokens // 8, splits)
+        return stages * (block + piece + 16) + 2 * owned * (1024 + (splits - 1) * 2048) + 32
+
+    def entry(self, params: KernelParams) -> str:
+        """Such as ``m_grouped_fp8_fp4_gemm_24x256_masked_g32``."""
+        c = self.typed(params)
+        kind = "fp8" if params.dtype == "e4m3" else "bf16"
+        grouped = params.grouping != "none"
+        return "_".join(
+            filter(
+                None,
+                (
+                    f"{'m_grouped_' if grouped else ''}{kind}_fp4_gemm_{self.describe(c)}",
+                    "absolute" if self.is_absolute(params) else "",
+                    f"{params.grouping}_g{params.segments}" if grouped else "",
+                ),
+            )
+        )
+
+    def describe(self, config: Config) -> str:
+        """The tile, and how many CTAs split K."""
+        rows, columns = config.tile
+        cluster = config.cluster if isinstance(config, Fp4Config) else 0
+        return f"{rows}x{columns}{f'_k{cluster}' if cluster else ''}"
+
+    def cases(self) -> list[KernelParams]:
+        """Each config with FP8 tokens, those that BF16 uses with BF16; each form of groups, and absolute exponents."""
+
+        def case(config: Fp4Config, dtype: str, grouping: str = "masked", absolute: bool = False) -> KernelParams:
+            grouping = "none" if config.cluster else grouping
+            return KernelParams(self.name, SM90.name, config, dtype=dtype, grouping=grouping, options=(absolute,))
+
+        every = self.configs(SM90)
+        found = [case(config, "e4m3") for config in every]
+        found += [case(config, "bf16") for config in every if config.cluster or config.consumers > 1]
+        for dtype in ("e4m3", "bf16"):
+            found += [case(stream(64), dtype, grouping) for grouping in ("none", "contiguous", "psum")]
+            found += [case(stream(tokens), dtype, absolute=True) for tokens in (8, _MOST_ABSOLUTE)]
+        return found
+
+    def default_cases(self) -> list[KernelParams]:
+        """None: the wheel has no kernels for MXFP4 weights, which compile when they are first called."""
+        return []
+
+    def precompile_cases(self) -> list[KernelParams]:
+        """None: no GEMM calls it."""
+        return []
+
+
+def packed_bytes(spec: Fp4Spec) -> int:
+    """Of all weights."""
+    return spec.groups * ceil_div(spec.n, PIECE_ROWS) * ceil_div(spec.k, PIECE_K) * PIECE_BYTES[spec.absolute]
+
+
+FP4 = Fp4()
