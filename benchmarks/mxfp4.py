@@ -71,7 +71,8 @@ def experts(groups: int, rows: int, n: int, k: int) -> Calls:
 def dense(m: int, n: int, k: int) -> Calls:
     x = torch.randn(m, k, device="cuda")
     a, half, d = quantize.rows(x), x.bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
-    packed = tuple(part[0] for part in weights(1, n, k))
+    packed = weights(1, n, k)
+    packed = packed[0][0], packed[1][0]
     whole = (
         torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn),
         torch.ones(-(-n // 128), -(-k // 128), device="cuda"),

@@ -83,8 +83,11 @@ def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
 def check_e4m3(name: str, x: Tensor) -> None:
     """Refuse values that are not E4M3."""
     if x.dtype in FP4_CARRIERS:
+        takes = (
+            "fp8_fp4_gemm_nt and its forms in groups multiply MXFP4 weights" if name == "b" else "b alone may be MXFP4"
+        )
         raise UnsupportedError(
-            f"{name} is {x.dtype}, as packed FP4 operands are: FP4 is not supported by this version or on Hopper. "
+            f"{name} is {x.dtype}, as packed FP4 operands are: {takes}. "
             "Pass torch.float8_e4m3fn; bytes that are E4M3 with .view(torch.float8_e4m3fn)."
         )
     if x.dtype == torch.float8_e5m2:

@@ -52,6 +52,10 @@ def operand(kind: str, *shape: int, seed: int = 1) -> tuple[Any, torch.Tensor]:
     return (values.view(shape), scales.contiguous().view(*shape[:-1], -1)), exact.view(shape)
 
 
+def of_group(weights: Weights, group: int) -> torch.Tensor:
+    return deep_gemm.dequantise(weights[0][group], weights[1][group], dtype=torch.float64)
+
+
 def close(kind: str, d: torch.Tensor, a: torch.Tensor, w: torch.Tensor) -> None:
     """d is a @ w^T, rounded to bf16, with sums as the tensor cores have them: of FP8 short ones for each 128 of K."""
     exact, size = a @ w.t(), a.abs() @ w.abs().t()
@@ -135,7 +139,7 @@ def test_masked(kind: str, case: tuple[int, int, list[int], int, int]) -> None:
                 kind,
                 d[group, :count],
                 values[group, :count],
-                deep_gemm.dequantise(*(x[group] for x in weights)).double(),
+                of_group(weights, group),
             )
 
 
@@ -152,7 +156,7 @@ def test_contiguous(kind: str, psum: bool) -> None:
     ends = torch.tensor([200, 200, 257, 640, 641], dtype=torch.int32, device=DEVICE)
     d = repeated(kind, "_contiguous", a, b, (m, n), ends if psum else labels, use_psum_layout=psum)
     for group, rows in places.items():
-        close(kind, d[rows], values[rows], deep_gemm.dequantise(*(x[group] for x in weights)).double())
+        close(kind, d[rows], values[rows], of_group(weights, group))
     assert d[768:].isnan().all() if psum else (d[768:] == 0).all()
 
 
@@ -247,5 +251,5 @@ def test_a_graph_reads_the_sizes_that_are_there(kind: str) -> None:
         for group, count in enumerate(counts):
             assert d[group, count:].isnan().all()
             if count:
-                exact = deep_gemm.dequantise(*(x[group] for x in weights)).double()
+                exact = of_group(weights, group)
                 close(kind, d[group, :count], values[group, :count], exact)

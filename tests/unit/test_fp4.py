@@ -92,7 +92,7 @@ def test_one_group_that_needs_wide_exponents_widens_all() -> None:
     found = deep_gemm.transform_fp4_weights(packed, exponents)
     assert found.packed.shape == (3, 1, 1, 4352)
     exact = deep_gemm.dequantise(packed, exponents, dtype=torch.float64)
-    assert all(same_bits(fp4_weights.restored(*(x[g] for x in found), 64, 128), exact[g]) for g in range(3))
+    assert all(same_bits(fp4_weights.restored(found.packed[g], found.factors[g], 64, 128), exact[g]) for g in range(3))
 
 
 def test_gpt_oss_blocks_are_the_same_weights() -> None:
@@ -121,6 +121,10 @@ def function(activations: str, grouping: str = "") -> Callable[..., None]:
     return found
 
 
+def dequantised(weights: tuple[torch.Tensor, torch.Tensor], group: int) -> torch.Tensor:
+    return deep_gemm.dequantise(weights[0][group], weights[1][group], dtype=torch.float64)
+
+
 def forms(weights: tuple[torch.Tensor, torch.Tensor], activations: str) -> list[Any]:
     """As a checkpoint has them, and transformed."""
     return [weights, deep_gemm.transform_fp4_weights(*weights, activations)]
@@ -146,7 +150,7 @@ def test_masked_groups_leave_other_rows(activations: str) -> None:
         d = torch.full((3, 40, 72), -1.0, dtype=BF16)
         function(activations, "_masked")(a, b, d, rows, 20)
         for group, count in enumerate(rows.tolist()):
-            wanted = exact[group] @ deep_gemm.dequantise(*(x[group] for x in weights), dtype=torch.float64).T
+            wanted = exact[group] @ dequantised(weights, group).T
             assert torch.equal(d[group, :count], wanted[:count].to(BF16))
             assert (d[group, count:] == -1).all()
 
@@ -162,7 +166,7 @@ def test_contiguous_groups(activations: str, psum: bool) -> None:
         d = torch.full((384, 72), -1.0, dtype=BF16)
         function(activations, "_contiguous")(a, b, d, layout, use_psum_layout=psum)
         for group, rows in ((0, slice(0, 128)), (2, slice(128, 228))):
-            wanted = exact[rows] @ deep_gemm.dequantise(*(x[group] for x in weights), dtype=torch.float64).T
+            wanted = exact[rows] @ dequantised(weights, group).T
             assert torch.equal(d[rows], wanted.to(BF16))
         assert (d[256:] == (-1 if psum else 0)).all()
 
