@@ -21,7 +21,7 @@ struct Fp4Walk {
   DG_DEVICE Fp4Walk(const Arguments& arg, u32 table) : arg(arg), table(table) {
     columns = ceil_div(arg.pieces, C::kN);
     units = ceil_div(arg.blocks, 2);
-    const u32 rows = C::kGrouping == kUngrouped ? ceil_div(arg.m, C::kT) : load_word(table + Table::kBegin + C::kSegments * 4);
+    const u32 rows = +C::kGrouping == kUngrouped ? ceil_div(arg.m, C::kT) : load_word(table + Table::kBegin + C::kSegments * 4);
     step = arg.whole_tiles ? units : 1;
     const u32 total = rows * columns * (units / step);
     share = total / gridDim.x;
@@ -38,7 +38,7 @@ struct Fp4Walk {
     k0 = at - tile * units;
     k1 = min_of(units, k0 + end - at);
     at += k1 - k0;
-    if constexpr (C::kGrouping == kUngrouped) {
+    if constexpr (+C::kGrouping == kUngrouped) {
       place(tile, ceil_div(arg.m, C::kT), 0);
       group = 0, last = arg.m;
     } else {
@@ -51,7 +51,7 @@ struct Fp4Walk {
       place(tile - before * columns, load_word(table + Table::kBegin + (segment + 1) * 4) - before,
             load_word(table + Table::kRow + segment * 4));
       group = Table::group_of(table, segment);
-      last = C::kGrouping == kIndex ? arg.m : Table::used_of(table, segment);
+      last = +C::kGrouping == kIndex ? arg.m : Table::used_of(table, segment);
     }
     return true;
   }
@@ -108,7 +108,7 @@ struct Fp4Gemm {
     if constexpr (has_table(C::kGrouping)) Table::build(arg, shared + kOffsetTable, arg.m);
     __syncthreads();
     // Before any other values need registers: later it spilled.
-    if constexpr (C::kGrouping == kIndex) {
+    if constexpr (+C::kGrouping == kIndex) {
       if (warp == kN * 4 + 1)
         zero_padding<Table, kT, C::kSegments, 2>(shared + kOffsetTable, arg.d, arg.d_stride, arg.m, arg.n, arg.aligned != 0,
                                                  threadIdx.x % 32, [](u32) {});
@@ -149,7 +149,7 @@ struct Fp4Gemm {
       bulk_load(shared + kOffsetWeights + stage * kWeightBytes + c * kConsumerBytes,
                 arg.packed + piece(walk.group, walk.column * kN + c, block), count * kPiece, full(stage), evict_first());
     // Scales of masked groups are matrices of m rows, one below the other.
-    const u32 masked = C::kGrouping == kMasked ? walk.group : 0;
+    const u32 masked = +C::kGrouping == kMasked ? walk.group : 0;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       if (i >= count) break;
