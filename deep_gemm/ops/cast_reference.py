@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError, UnsupportedError
-from deep_gemm.ops import mxfp4
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, align, ceil_div
 from deep_gemm.tensors import check_tensor, described, shown
 
@@ -99,12 +98,14 @@ def dequantise(
     >>> deep_gemm.dequantise(values, scales, (128, 128))[0, 0].item()
     1.0
     """
-    is_mxfp4 = isinstance(x, Tensor) and x.dtype in mxfp4.PACKED
+    is_mxfp4 = isinstance(x, Tensor) and x.dtype in (torch.uint8, torch.int8)
     for name, tensor in (("x", x), ("sf", sf)):
         check_tensor(name, tensor, None if is_mxfp4 else (2,), by_torch=True)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
         raise InvalidInputError(f"dtype must be torch.bfloat16, float16, float32 or float64, but it is {dtype!r}.")
     if is_mxfp4:
+        from deep_gemm.ops import mxfp4  # here: a first product imports this module, and needs no MXFP4
+
         if granularity not in (None, (1, mxfp4.BLOCK)):
             raise InvalidInputError(
                 f"granularity must be (1, {mxfp4.BLOCK}) or None for MXFP4, but it is {granularity!r}."

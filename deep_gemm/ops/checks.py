@@ -140,7 +140,7 @@ def check_tensors(
 def check_flat(axes: Mapping[str, str], named: Mapping[str, Any]) -> None:
     """Refuse an operand that has two of its dimensions, letters in ``axes``, as one, if the others say how to divide
     it."""
-    plain = {name: x for name, x in named.items() if type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested}
+    plain = {name: x for name, x in named.items() if type(x) in (Tensor, torch.nn.Parameter) and _has_strides(x)}
     flat = {name: x for name, x in plain.items() if x.dim() == len(axes.get(name, "")) - 1}
     if flat:
         from .. import advice
@@ -152,6 +152,10 @@ def check_flat(axes: Mapping[str, str], named: Mapping[str, Any]) -> None:
                 raise InvalidInputError(
                     f"{name} must have {x.dim() + 1} dimensions, but it has {x.dim()}: {shape_of(x)}.{instead}"
                 )
+
+
+def _has_strides(x: Tensor) -> bool:
+    return not x.is_nested and x.layout is torch.strided
 
 
 def check_devices(named: Mapping[str, Tensor]) -> torch.device:

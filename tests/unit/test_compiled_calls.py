@@ -17,7 +17,7 @@ from deep_gemm import Epilogue, quantize
 ROWS, LAYER_ROWS = (80, 96, 112), (384, 640, 896)
 """None is another size of a call: sizes that are equal in the first call would be taken for one."""
 
-REFUSED = ("declare_constant", "CustomKernel", "kernel", "quantize.mxfp4_to_fp8")
+REFUSED = ("declare_constant", "CustomKernel", "kernel", "quantize.mxfp4_to_fp8", "transform_fp4_weights")
 """Functions that are never part of a graph, as docs/modules.md says."""
 
 EMPTY = ("retract_constant", "tensor_map")

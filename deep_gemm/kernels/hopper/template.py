@@ -14,7 +14,7 @@ from ...spec import GemmSpec, Operand, ceil_div
 from .. import groups
 from ..base import Argument, Numbers, Strides, Value
 from ..template import Constants, Grid, Template
-from . import launch
+from . import ffma_bursts, launch
 from .launch import Boxes
 from .loads import left, operand_maps
 
@@ -133,8 +133,6 @@ class HopperTemplate(Template):
         """FFMA bursts in promotion, unless DG_FFMA_BURSTS is off."""
         if not (self.has_runs(params) and settings.ffma_bursts):
             return None
-        from . import ffma_bursts  # here: only kernels that are built need it
-
         return ffma_bursts.POST_PASS
 
     # ---- a launch
