@@ -72,14 +72,15 @@ def speed_table(results: Path = RESULTS) -> str:
         "| what; who solves the same problem | M | the same problem | cuBLASLt, one scale per tensor | DeepGEMM |",
         "|---|---|---|---|---|",
     ]
-    rows = _drawn(results / "models-h200.jsonl")
+    rows = _drawn(results / "readme-h200.jsonl")
     for op, mode, low, high in SPEED:
         if chosen := _asked(rows, op, mode, low, high):
             cells = [_mean(chosen, *fields) for fields in (AGAINST_SAME, AGAINST_EASIER, ("ratio_deepgemm",))]
             span = f"{chosen[0]['m']} to {chosen[-1]['m']}"
             lines.append(f"| {NAMES[op].format(HOW[mode])} | {span} | {' | '.join(cells)} |")
     if experts := _rows(results / "experts-h200.jsonl"):
-        span = f"{experts[0]['m']} to {experts[-1]['m']}, of {len(experts)} sets"
+        sets = {(row["m"], row["n"], row["k"]) for row in experts}
+        span = f"{experts[0]['m']} to {experts[-1]['m']}, {len(sets)} sets of groups"
         lines.append(f"| FP8 and BF16 experts (single calls) | {span} | | | {_mean(experts, 'ratio_deepgemm')} |")
     if served := _served(results / "transformers-h200.jsonl"):
         lines.append(f"| a small Llama generates; its FP8 layers in Transformers (Triton) | {served} | | |")

@@ -265,10 +265,10 @@ def test_memory_that_is_handed_out_again_is_not_constant(monkeypatch: pytest.Mon
     made: list[bool] = []
     launch = engine.launch
 
-    def noted(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool, numbers: Any) -> Any:
+    def noted(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool = False, *numbers: Any) -> Any:
         if isinstance(plan.spec, GemmSpec):
             made.append(constant)
-        return launch(plan, strides, addresses, stream, constant, numbers)
+        return launch(plan, strides, addresses, stream, constant, *numbers)
 
     monkeypatch.setattr(engine, "launch", noted)
     # More than 10 MiB and whole pages: torch allocates such a tensor, and the next of its size, in a separate segment.
