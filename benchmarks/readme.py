@@ -173,7 +173,9 @@ def numbers(results: Path = RESULTS) -> str:
     rows = _rows(results / "reference.jsonl")
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
-    parts = [
+    drawn = _rows(results / "readme-h200.jsonl")
+    parts = [f"README's table: {_origin(drawn)} ({_file('readme-h200')}, {_file('experts-h200')})."] if drawn else []
+    parts += [
         "### FP8, DeepSeek-V3's N x K",
         f"{_origin(rows)} ({_file('reference')}). Geometric means over ranges of M; above 1 deep_gemm is faster:",
         summary_table(rows),
