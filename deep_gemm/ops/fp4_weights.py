@@ -159,7 +159,10 @@ def _fits(codes: Tensor, exponents: Tensor) -> bool:
     wide = exponents.to(torch.int16)
     used = _used(codes)
     span = torch.where(used, wide, -1).amax(-1) - torch.where(used, wide, 256).amin(-1)
-    return not bool((span > SPAN).any() | (wide == mxfp4.NAN).any())
+    # torch.compile ends a graph at an `if`, but has an error for bool(...).
+    if (span > SPAN).any() or (wide == mxfp4.NAN).any():  # noqa: SIM103
+        return False
+    return True
 
 
 def _arrange(codes: Tensor, exponents: Tensor, activations: str, wide: bool, out: Tensor, factors: Tensor) -> None:
