@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from .errors import InvalidInputError, UnsupportedError
 from .records import record
@@ -10,7 +11,8 @@ from .records import record
 
 @record(frozen=True)
 class ArchSpec:
-    """Limits of one architecture, as its vendor publishes them. Sizes in bytes, per CTA or per SM as named."""
+    """Limits of one architecture, as its vendor publishes them: CUDA C++ Programming Guide, "Technical Specifications per
+    Compute Capability". Sizes in bytes, per CTA or per SM as named. ``num_sms``: of a common GPU of it."""
 
     name: str
     capability: tuple[int, int]
@@ -35,20 +37,30 @@ SM90 = ArchSpec(
     shared_reserved_per_cta=1024,
 )
 
-_ARCHS = {spec.name: spec for spec in (SM90,)}
+SM80 = replace(
+    SM90, name="sm_80", capability=(8, 0), num_sms=108, shared_per_cta=163 * 1024, shared_per_sm=164 * 1024
+)
+SM86 = replace(SM90, name="sm_86", capability=(8, 6), num_sms=82, shared_per_cta=99 * 1024, shared_per_sm=100 * 1024)
+SM89 = replace(SM86, name="sm_89", capability=(8, 9), num_sms=128)
+SM100 = replace(SM90, name="sm_100a", capability=(10, 0), num_sms=148)
+SM103 = replace(SM90, name="sm_103a", capability=(10, 3), num_sms=148)
+SM120 = replace(SM86, name="sm_120a", capability=(12, 0), num_sms=170)
+
+_ARCHS = {spec.name: spec for spec in (SM80, SM86, SM89, SM90, SM100, SM103, SM120)}
 
 DEFAULT = SM90
 """What kernels are compiled for where no GPU and no argument says another."""
 
+WITHOUT_KERNELS = (
+    "Set DG_FALLBACK=torch to run a slow reference implementation there instead, or DG_FALLBACK=cublaslt,torch to ask "
+    "cuBLAS first."
+)
+"""What to do where no kernel can be used."""
+
 
 def names() -> tuple[str, ...]:
-    """The architectures that have kernels."""
+    """All architectures. A kernel family says for which of them it is built."""
     return tuple(_ARCHS)
-
-
-def capabilities() -> tuple[tuple[int, int], ...]:
-    """Their compute capabilities."""
-    return tuple(spec.capability for spec in _ARCHS.values())
 
 
 def get(name: str) -> ArchSpec:
@@ -58,7 +70,7 @@ def get(name: str) -> ArchSpec:
     except KeyError:
         known = ", ".join(_ARCHS)
         raise InvalidInputError(
-            f"arch is {name!r}, but there are kernels for {known} only; pass one of these."
+            f"arch is {name!r}, but it must be one of {known}: the compute capability of the GPU, with an a from 9.0 on."
         ) from None
 
 
@@ -69,28 +81,17 @@ def for_capability(capability: tuple[int, int], device_name: str = "this GPU") -
             return spec
     have = ", ".join(f"{s.capability[0]}.{s.capability[1]}" for s in _ARCHS.values())
     raise UnsupportedError(
-        f"{device_name} has compute capability {capability[0]}.{capability[1]}, and deep_gemm has kernels for {have} "
-        f"only. Set DG_FALLBACK=torch to run a slow reference implementation there instead, or "
-        "DG_FALLBACK=cublaslt,torch to ask cuBLAS first."
+        f"{device_name} has compute capability {capability[0]}.{capability[1]}, and deep_gemm supports {have} only. "
+        f"{WITHOUT_KERNELS}"
     )
 
 
 @functools.cache
 def for_device(index: int) -> ArchSpec:
-    """The spec of CUDA device ``index``. Raises UnsupportedError for a GPU without kernels."""
+    """The spec of CUDA device ``index``. Raises UnsupportedError for a GPU that has none."""
     import torch
 
     return for_capability(torch.cuda.get_device_capability(index), torch.cuda.get_device_name(index))
-
-
-@functools.cache
-def has_kernels(index: int) -> bool:
-    """Whether there are kernels for CUDA device ``index``."""
-    try:
-        for_device(index)
-    except UnsupportedError:
-        return False
-    return True
 
 
 @functools.cache

@@ -33,13 +33,14 @@ argument, and UnsupportedError on a GPU without kernels.
 
 from __future__ import annotations
 
+import functools
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from deep_gemm import arch
-from deep_gemm.errors import InvalidInputError
+from deep_gemm import arch, kernels
+from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops import cast_reference, checks
 from deep_gemm.ops import mxfp4 as mx
 from deep_gemm.ops import quantize as ops
@@ -361,6 +362,15 @@ def _has_kernel(x: object, gran_k: object) -> bool:
         and x.dtype in ops.INPUTS
         and isinstance(gran_k, int)
         and gran_k == SCALE_BLOCK
-        and arch.has_kernels(x.get_device())
+        and _casts_on(x.get_device())
         and (x.shape[1] <= 1 or x.stride(1) <= 1)
     )
+
+
+@functools.cache
+def _casts_on(device: int) -> bool:
+    """Whether the cast kernel can be built for this CUDA device."""
+    try:
+        return arch.for_device(device).name in kernels.get("quantize").archs
+    except UnsupportedError:
+        return False

@@ -67,7 +67,8 @@ def here() -> list[Card]:
 
     if torch.cuda.is_initialized():
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return [Card(x.name, x.multi_processor_count) for x in found if (x.major, x.minor) in archs.capabilities()]
+        hopper = archs.SM90.capability  # all spec sheets are of such GPUs
+        return [Card(x.name, x.multi_processor_count) for x in found if (x.major, x.minor) == hopper]
     names = {match[1].strip() for text in _descriptions() if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE))}
     return [named(name) for name in sorted(names) if re.search(r"\bG?H[0-9]", name)]
 

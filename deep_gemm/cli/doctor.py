@@ -111,6 +111,8 @@ def _gpus() -> list[dict[str, Any]]:
         properties = torch.cuda.get_device_properties(index)
         try:
             target, why = arch.for_device(index).name, ""
+            if not any(target in family.archs for family in kernels.gemms().values()):
+                raise UnsupportedError(f"No product can be built for {target}. {arch.WITHOUT_KERNELS}")
         except UnsupportedError as error:
             target, why = None, str(error)
         capability = f"{properties.major}.{properties.minor}"

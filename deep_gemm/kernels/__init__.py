@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
-from ..arch import ArchSpec
+from ..arch import WITHOUT_KERNELS, ArchSpec
 from ..errors import UnsupportedError
 from ..spec import GemmSpec, Spec
 from .other_families import OTHERS
@@ -79,12 +79,20 @@ def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
 
 
 def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> list[KernelT]:
-    reasons = {family: _reason(family, spec, arch) for family in families}
-    found = [family for family, reason in reasons.items() if reason is None]
-    if not found:
-        listed = " ".join(f"{family.name}: {reason}." for family, reason in reasons.items())
-        raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
-    return found
+    reasons = {family: family.refuses(spec) for family in families}
+    here = {family: reason for family, reason in reasons.items() if arch is None or arch.name in family.archs}
+    found = [family for family, reason in here.items() if reason is None]
+    if found:
+        return found
+    listed = [f"{family.name}: {reason}." for family, reason in here.items()]
+    elsewhere = [family for family, reason in reasons.items() if reason is None]
+    if elsewhere and arch is not None:
+        targets = ", ".join(dict.fromkeys(name for family in elsewhere for name in family.archs))
+        names = ", ".join(family.name for family in elsewhere)
+        listed.append(
+            f"It needs another GPU than {arch.name}: {names} can be built for {targets} only. {WITHOUT_KERNELS}"
+        )
+    raise UnsupportedError(f"There is no kernel for {spec}. {' '.join(listed)}")
 
 
 def _reason(family: Kernel, spec: Spec, arch: ArchSpec | None) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 
-from deep_gemm.errors import CompileError
+from deep_gemm.errors import CompileError, CompilerNotFoundError
 from deep_gemm.jit.resources import Resources, parse_ptxas
 from deep_gemm.records import record
 from deep_gemm.settings import settings
@@ -16,6 +16,11 @@ _TRIAL = 'extern "C" __global__ void trial(int* out) { *out = 1; }\n'
 
 # The first toolkit that compiles wgmma for sm_90a well.
 MIN_VERSION = (12, 3)
+
+FIRST_VERSIONS: Mapping[str, tuple[int, int]] = {"sm_100a": (12, 8), "sm_120a": (12, 8), "sm_103a": (12, 9)}
+"""The first toolkits that know newer targets."""
+
+_TRIAL_TARGET = "sm_80"  # all toolkits from MIN_VERSION on know it
 
 
 @record(frozen=True)
@@ -62,7 +67,15 @@ class Compiler(ABC):
         return self.version
 
     def flags(self, arch: str) -> tuple[str, ...]:
-        """The options that decide the binary under the current settings, without paths: they are part of the key."""
+        """The options that decide the binary under the current settings, without paths: they are part of the key.
+        Raises CompilerNotFoundError if this compiler is too old for the target ``arch``."""
+        first = FIRST_VERSIONS.get(arch, self.version)
+        if self.version < first:
+            here, needed = (".".join(map(str, version)) for version in (self.version, first))
+            raise CompilerNotFoundError(
+                f"{self.path} is of CUDA {here}, which cannot compile for {arch}: CUDA {needed} or newer can. Install a "
+                "newer one: `pip install -U nvidia-cuda-nvrtc-cu12`, or set CUDA_HOME to a newer toolkit."
+            )
         return (*self.arch_flags(arch), *common_flags())
 
     @abstractmethod
@@ -88,7 +101,7 @@ class Compiler(ABC):
         """Why this compiler cannot compile a one-line kernel (a broken host compiler, for example), or None if it
         can."""
         try:
-            self.compile("trial", _TRIAL, "trial.cu", self.flags("sm_90a"), None)
+            self.compile("trial", _TRIAL, "trial.cu", self.flags(_TRIAL_TARGET), None)
         except CompileError as error:
             lines = [line.strip() for line in error.log.splitlines() if line.strip()]
             telling = [line for line in lines if "error" in line or "fatal" in line or "not found" in line]

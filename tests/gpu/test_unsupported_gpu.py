@@ -23,7 +23,7 @@ M, N, K = 37, 328, 720
 @pytest.fixture
 def another_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def for_device(index: int) -> arch.ArchSpec:
-        return arch.for_capability((8, 0), "Some other GPU")
+        return arch.for_capability((7, 5), "Some other GPU")
 
     def forget() -> None:
         for listener in options._listeners:
@@ -40,7 +40,7 @@ def another_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_it_is_refused_in_words() -> None:
     a, b, *_ = random_operands(M, N, K, "cuda")
     d = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(UnsupportedError, match=r"Some other GPU has compute capability 8\.0.*DG_FALLBACK=torch"):
+    with pytest.raises(UnsupportedError, match=r"Some other GPU has compute capability 7\.5.*DG_FALLBACK=torch"):
         deep_gemm.fp8_gemm_nt(a, b, d)
 
 

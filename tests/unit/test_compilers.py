@@ -282,6 +282,16 @@ def test_nvrtc_keeps_no_cache_of_its_own(machine: Path) -> None:
         assert ("--no-cache" in Nvrtc(library, version).flags("sm_90a")) == told
 
 
+def test_a_target_needs_a_compiler_that_knows_it(machine: Path) -> None:
+    library = nvrtc(machine, "12.9")
+    for version, arch, knows in (((12, 8), "sm_120a", True), ((12, 8), "sm_103a", False), ((12, 3), "sm_80", True)):
+        if knows:
+            assert f"--gpu-architecture={arch}" in Nvrtc(library, version).flags(arch)
+        else:
+            with pytest.raises(CompilerNotFoundError, match=r"CUDA 12\.8, which cannot compile for sm_103a: CUDA 12\.9"):
+                Nvrtc(library, version).flags(arch)
+
+
 def test_debug_and_lineinfo_are_flags(machine: Path) -> None:
     for compiler in (Nvcc(nvcc(machine / "bin" / "nvcc")), Nvrtc(nvrtc(machine, "12.9"), (12, 9))):
         plain = compiler.flags("sm_90a")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm import kernels, ops, select
-from deep_gemm.arch import SM90
+from deep_gemm.arch import SM80, SM90
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.generator import variables
 from deep_gemm.kernels.base import Kernel
@@ -109,11 +109,10 @@ def test_kernels_that_are_no_gemms_are_found_by_their_spec_and_by_their_name(of:
 def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.for_helper(TransposeSpec(4, 4), SM90) is TRANSPOSE_SCALES
     assert kernels.for_helper(TransposeBytesSpec(4, 16), SM90) is TRANSPOSE_BYTES
-    blackwell = replace(SM90, name="sm_100a", capability=(10, 0))
-    with pytest.raises(UnsupportedError, match="sm90_fp8_gemm: it is built for sm_90a, not for sm_100a"):
-        select.select(SPEC, blackwell)
-    monkeypatch.setitem(COPY_ROWS.__dict__, "archs", (SM90.name, "sm_100a"))
-    assert kernels.for_helper(CopySpec(4, 4), blackwell) is COPY_ROWS
+    with pytest.raises(UnsupportedError, match=r"another GPU than sm_80: sm90_fp8_gemm.* for sm_90a only.*DG_FALLBACK"):
+        select.select(SPEC, SM80)
+    monkeypatch.setitem(COPY_ROWS.__dict__, "archs", (SM90.name, SM80.name))
+    assert kernels.for_helper(CopySpec(4, 4), SM80) is COPY_ROWS
 
 
 @of_all
