@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 OUTCOMES = ("passed", "failed", "skipped")
+"""What is counted, in the order of the numbers of a file."""
 
 
 class GpuRecord:
@@ -68,12 +69,13 @@ class GpuRecord:
         place = {**environment(), "tests_digest": self._tests_digest()}
         ended = {name: _counts(self.outcomes[name]) for name, left in self.left.items() if not left}
         files = {**self._known(place), **ended}
-        total = {outcome: sum(counts[outcome] for counts in files.values()) for outcome in OUTCOMES}
+        total = {outcome: sum(counts[at] for counts in files.values()) for at, outcome in enumerate(OUTCOMES)}
         missing = sorted({path.name for path in self.directory.glob("test_*.py")} - set(files))
         record = {**total, **place, "missing": missing, "files": dict(sorted(files.items()))}
-        self.path.write_text(json.dumps(record, indent=2) + "\n")
+        lines = (f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+        self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
-    def _known(self, place: dict[str, str]) -> dict[str, dict[str, int]]:
+    def _known(self, place: dict[str, str]) -> dict[str, list[int]]:
         """The record of an earlier run, if nothing but the date has changed since."""
         try:
             written: dict[str, Any] = json.loads(self.path.read_text())
@@ -89,5 +91,5 @@ class GpuRecord:
         return digest.hexdigest()[:16]
 
 
-def _counts(outcomes: Counter[str]) -> dict[str, int]:
-    return {outcome: outcomes[outcome] for outcome in OUTCOMES}
+def _counts(outcomes: Counter[str]) -> list[int]:
+    return [outcomes[outcome] for outcome in OUTCOMES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from kernel_builds import KINDS, open_compiler
+from scripts import module_of
 
 import deep_gemm
 from deep_gemm import LaunchConfig
@@ -27,16 +27,9 @@ from deep_gemm.parts import Parts
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("own_kernel", EXAMPLES / "own_kernel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("examples/own_kernel.py")
 
 
 def built(kind: str, root: Path, kernel: deep_gemm.CustomKernel[Any], *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The machine code of the 16-bit GEMM kernels: the expected instructions, and short main loops."""
+"""The machine code of 16-bit GEMMs and of MXFP4 weights: the expected instructions, and short main loops."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop
 from deep_gemm import kernels
 from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
 from deep_gemm.kernels.groups import ALONG_M
+from deep_gemm.kernels.sm90_fp4_gemm import FP4, stream
 from deep_gemm.params import KernelParams
 
 CASES = [params for family in GEMMS if family.mma_instruction == "HGMMA" for params in family.cases()]
@@ -90,3 +91,18 @@ def test_the_main_loop_is_products_and_a_barrier(built: Built, params: KernelPar
     loop = main_loop(built.sass)
     assert len(moves_to_uniform(loop)) <= 2
     assert len(loop) < 70
+
+
+PRODUCTS = {"e4m3": "QGMMA.64x24x32.F32.E5M2.E4M3", "bf16": "HGMMA.64x24x16.F32.BF16"}
+LONGEST = {"e4m3": 262, "bf16": 345}
+"""Instructions for two blocks of 24 tokens. Each instruction takes time: see docs/measurements/mxfp4.md."""
+
+
+STREAMS = [params for params in FP4.cases() if params.config == stream(24)]
+
+
+@each_of(STREAMS, {"nvrtc": STREAMS, "nvcc": []})
+def test_weights_are_multiplied_as_they_are_decoded(builds: Builds, kind: str, params: KernelParams) -> None:
+    text = builds(kind, params).sass
+    assert set(re.findall(r"\b[QH]GMMA\.\S+", text)) == {PRODUCTS[params.dtype]}
+    assert len(main_loop(text)) <= LONGEST[params.dtype]

@@ -1,4 +1,4 @@
-"""Kernels compile with the headers for racecheck (see `tests/racecheck_headers.py`). Other tests of them need a GPU."""
+"""Kernels with headers for racecheck compile, and those with late loaders. Other tests of them need a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import logit_runs
 import pytest
 import sanitize
 from chosen import entry
+from forced import compiled, nvrtc
 from kernel_builds import open_compiler
+from late_loaders import KERNELS, late_headers
 from racecheck_headers import RACES, Race, racecheck_headers
 
 from deep_gemm.jit import Builder
@@ -38,3 +40,10 @@ def compiles(include: Path, name: str, cache: Path) -> None:
     binary = Builder(cache, open_compiler("nvrtc"), include).build(engine.build_request(params))
     assert binary.name.endswith(name)
     assert binary.resources.spill_stores == 0
+
+
+def test_kernels_with_late_loaders_compile(tmp_path: Path) -> None:
+    builder = Builder(tmp_path / "cache", nvrtc(), late_headers(tmp_path / "include"))
+    with compiled((name, builder, params) for name, params in KERNELS.items()) as binaries:
+        for name, binary in binaries.items():
+            assert binary.result().cubin, name

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from gpu_cases import DEVICE, busy
+from scripts import module_of
 
 import deep_gemm
 from deep_gemm import DriverError, LaunchConfig, NotWarmError
 from deep_gemm.testing import guarded, guarded_copy
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "own_kernel.py"
-
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("own_kernel", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_of("examples/own_kernel.py")
 
 
 def vectors(n: int) -> list[torch.Tensor]:

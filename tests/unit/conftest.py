@@ -1,8 +1,10 @@
 """Fixtures that several unit tests share."""
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver_fakes import driver, function
@@ -21,24 +23,27 @@ def _warnings_are_new() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _the_path_stays() -> Iterator[None]:
-    """A test that leaves another `sys.path` fails here, not in whatever its process runs next."""
-    before = list(sys.path)
+def _the_process_stays() -> Iterator[None]:
+    """A test that leaves another `sys.path`, or other handlers of Ctrl-C, fails here, not in what its process runs
+    next."""
+    path, handler = list(sys.path), signal.getsignal(signal.SIGINT)
     yield
-    after, sys.path[:] = list(sys.path), before
-    assert after == before
+    after, sys.path[:] = list(sys.path), path
+    found = signal.signal(signal.SIGINT, handler)
+    assert (after, found) == (path, handler)
 
 
 @pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    """torch.compile has seen nothing yet, and its counters are empty. Use it with `pytest.mark.usefixtures`."""
+def fresh_compiler() -> Iterator[Any]:
+    """The counters of torch.compile, which are empty: it has seen nothing yet. Importing it takes a second, so that no
+    test file does."""
     import torch
     from torch._dynamo.utils import counters
 
     torch.manual_seed(0)
     torch._dynamo.reset()
     counters.clear()
-    yield
+    yield counters
     torch._dynamo.reset()
 
 

@@ -163,12 +163,6 @@ def test_a_kernel_that_no_compare_could_run_is_refused(name: Any, op: Any, funct
     assert backends.compare("fp8_gemm_nt", [(16, 16, 128)], ["torch"], device="cpu").results[0].status == "ok"
 
 
-@pytest.mark.parametrize("name", ["", " ", "a:b", "a,b", None])
-def test_a_backend_without_a_usable_name_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidInputError, match="must be a name without"):
-        backends.backend(type("Mine", (backends.Backend,), {"name": name}))
-
-
 def test_an_absent_backend_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     @backends.backend
     class Far(backends.Backend):
@@ -255,20 +249,6 @@ def test_packages_join_by_an_entry_point(tmp_path: Path, monkeypatch: pytest.Mon
     assert "their_ruins" in backends.names()
     with pytest.raises(UnsupportedError, match="their_ruins does not load"):
         backends.get_kernel("their_ruins", "mul_add")
-
-
-def test_the_example_of_a_plugin_joins_and_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugin = Path(__file__).parents[2] / "examples" / "tilelang_backend"
-    (_, declared) = (plugin / "pyproject.toml").read_text().split('[project.entry-points."deep_gemm.backends"]\n')
-    name, module = (part.strip('"') for part in declared.split("\n")[0].split(" = "))
-    entry_point(tmp_path, module, (plugin / module / "__init__.py").read_text(), monkeypatch)
-    info = tmp_path / f"{module}-1.0.dist-info"
-    (info / "entry_points.txt").write_text(f"[deep_gemm.backends]\n{name} = {module}\n")
-    monkeypatch.setitem(sys.modules, "tilelang", None)
-    registry._find.cache_clear()
-    assert "pip install tilelang" in backends.absent()["tilelang"]
-    with pytest.raises(UnsupportedError, match=r"The backend tilelang cannot be used here: .*pip install tilelang"):
-        backends.get_kernel("tilelang", "fp8_gemm_nt")
 
 
 def test_deepgemm_is_found_beside_ours_and_called_as_ours_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import selection
 import torch
 from click.testing import CliRunner
-from gpu_fakes import FakeGpu, gpu
+from gpu_fakes import FakeGpu
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,12 +21,8 @@ from deep_gemm.arch import SM90
 from deep_gemm.backends import deepgemm
 from deep_gemm.bench import backends, rows, run, shapes, survey
 from deep_gemm.cli.app import app
-from deep_gemm.cli.calibrate import surveyed
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.select.calibration import default
 from deep_gemm.testing import calc_diff, timing
-
-__all__ = ["gpu"]
 
 FP8 = [op for op in shapes.TIMED_OPS if op.startswith("fp8")]
 HALF = [op for op in shapes.TIMED_OPS if not op.startswith("fp8")]
@@ -114,20 +109,6 @@ def test_peers_compute_the_same(op: str, accumulate: bool, monkeypatch: pytest.M
     assert op in (backends.usable("deepgemm", x) or "")
 
 
-def test_a_float32_output_is_written_by_torch_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch has no such product on a CPU, and says so. On a GPU it writes D itself, without a copy."""
-    for accumulate in (False, True):
-        (x,) = backends.make_operands(problem("bf16_gemm_tn", "f32", accumulate), 1, "cpu")
-        assert backends.usable("cublaslt", x)
-        with monkeypatch.context() as patch:
-            for name in ("mm", "addmm"):
-                patch.setattr(torch, name, lambda *given, **how: (given, how))
-            given, how = backends.cublaslt(x)()
-        assert how["out"] is x.d
-        assert how["out_dtype"] is torch.float32
-        assert [tuple(tensor.shape) for tensor in given] == [(M, N)] * accumulate + [(M, K), (K, N)]
-
-
 @pytest.mark.parametrize("op", ["fp8_gemm_nt_1d1d", "fp8_gemm_nt_rowwise"])
 def test_scales_of_other_kinds_are_timed_as_calls_have_them(op: str) -> None:
     (shape,) = shapes.posed([GemmShape(32, 48, 256)], op)
@@ -181,35 +162,6 @@ def test_the_promise_is_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert (row["ratio_cublaslt"], row["ratio_cublaslt_unpromised"]) == (2.0, 0.5333)
 
 
-def test_graphs_leave_the_cache_by_bytes() -> None:
-    assert backends.sets_for(GemmShape(1, 4096, 4096), "graph") == 16
-    assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "promised") == 8
-    assert backends.sets_for(GemmShape(1, 4096, 4096, op="bf16_gemm_nt"), "flush") == 1
-    # The table of read floors is for one byte an element.
-    us = {"ours": 5.0}
-    assert "floor_fraction" in run.make_row(GemmShape(1, 2112, 7168), "graph", us, {})
-    assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168, op="bf16_gemm_nt"), "graph", us, {})
-
-
-@pytest.mark.parametrize(
-    ("shape", "mode", "us", "cells"),
-    [
-        (
-            GemmShape(64, 512, 256),
-            "flush",
-            {"tensorwise": 9.0},
-            ["5.00 us", "tensorwise 1.800", "not timed: no"],
-        ),
-        (GemmShape(1, 2112, 7168), "graph", {"ours_unpromised": 6.0}, ["no promise 6.00 us", "of floor 0.76"]),
-        (problem("bf16_gemm_nn", "", True), "flush", {"cublaslt": 10.0}, ["bf16_gemm_nn, added", "cublaslt 2.000"]),
-    ],
-)
-def test_a_line_has_what_was_measured(shape: GemmShape, mode: str, us: dict[str, float], cells: list[str]) -> None:
-    line = run.line(run.make_row(shape, mode, {"ours": 5.0, **us}, {"blockwise": "no"}))
-    assert line.split()[:6] == [mode, str(shape.m), "x", str(shape.n), "x", str(shape.k)]
-    assert all(cell in line for cell in cells), line
-
-
 def test_bench_prints_each_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In a pipe, as on a terminal."""
     path = tmp_path / "printed"
@@ -236,19 +188,6 @@ def test_bench_prints_each_row_before_the_next_is_measured(monkeypatch: pytest.M
     assert "2/2" in path.read_text()
 
 
-def test_operations_are_summed_up_each_for_itself(tmp_path: Path) -> None:
-    us = {"ours": 4.0, "tensorwise": 8.0, "cublaslt": 12.0}
-    fp8 = run.make_row(GemmShape(M, N, K), "flush", {"ours": 4.0, "tensorwise": 8.0}, {})
-    path = tmp_path / "rows.jsonl"
-    for row in (fp8, *(run.make_row(problem(op, "f32"), "flush", us, {}) for op in ("bf16_gemm_nt", "bf16_gemm_tn"))):
-        run.append(path, row)
-    result = CliRunner().invoke(app, ["bench", "--from", str(path)])
-    assert result.exit_code == 0, result.output
-    told = [line.split() for line in result.output.splitlines()]
-    assert [line[:1] for line in told[-5:]] == [["fp8_gemm_nt"], *([["bf16_gemm_nt"]] * 2), *([["bf16_gemm_tn"]] * 2)]
-    assert told[-1][1:4] == ["to", "f32", "flush"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -265,15 +204,6 @@ def test_what_cannot_be_timed_is_said(options: tuple[str, ...], message: str, mo
     result = CliRunner().invoke(app, ["bench", "--shape", "64x512x256", *options])
     assert result.exit_code != 0
     assert message in result.output
-
-
-@pytest.mark.parametrize("op", ["bf16_gemm_nt", "bf16_gemm_tn"])
-def test_surveys_are_of_what_tma_reads(op: str) -> None:
-    found = surveyed(40, 3, public=True, min_m=1, max_m=500, op=op, output="f32")
-    assert sum(shape.source != "DeepSeek-V3" for shape in found) == 40
-    assert {shape.op for shape in found} == {op}
-    assert any(shape.m % 8 for shape in found) == (op == "bf16_gemm_nt")
-    assert all(survey.is_surveyed(shape, "flush") for shape in found)
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -302,40 +232,3 @@ def test_a_survey_launches_what_a_call_would(accumulate: bool, gpu: FakeGpu, mon
     assert [each._replace(constant=False) for each in launched] == called
     assert all(each.constant for each in launched)
     assert name == survey.name_of(config, asked, SM90)
-
-
-def test_the_commands_survey_an_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(survey.archs, "for_device", lambda device: SM90)
-    monkeypatch.setattr(survey.options, "num_sms_for", lambda device: SM90.num_sms)
-    monkeypatch.setattr(survey.engine, "calibration_of", lambda device: default())
-    monkeypatch.setattr(survey.Survey, "_build", lambda *_: None)
-    for module in (survey, selection):
-        monkeypatch.setattr(module, "environment", dict)
-
-    class Timer:
-        def __call__(self) -> float:
-            return 2.0
-
-        def look(self) -> float:
-            return 2.0
-
-    def timers(shape: GemmShape, asked: Any, configs: Any, *rest: Any) -> Any:
-        return ((survey.name_of(config, asked, SM90), Timer()) for config in configs)
-
-    monkeypatch.setattr(survey, "timers_of", timers)
-    path, options = tmp_path / "rows.jsonl", ("--random", "2", "--no-public", "--mode", "flush", "--within", "0")
-    told = ("--op", "bf16_gemm_tn", "--output-dtype", "f32", "--accumulate", "--output", str(path))
-    result = CliRunner().invoke(app, ["calibrate", "survey", *options, *told])
-    assert result.exit_code == 0, result.output
-    assert "of bf16_gemm_tn to f32, added" in result.output
-    found = survey.load([path])
-    assert {(row["op"], row["output"], row["accumulate"]) for row in found} == {("bf16_gemm_tn", "f32", True)}
-    for row in found:
-        asked = survey.spec_of(rows.shape_of(row), SM90.num_sms)
-        assert set(row["times"]) == {survey.name_of(config, asked, SM90) for config in select.legal(asked, SM90)}
-    monkeypatch.setattr(selection, "unseen", lambda paths: [GemmShape(64, 512, 256)])
-    assert selection.main([str(path), "fp16_gemm_nn"]) == 0
-    (judged,) = [json.loads(line) for line in path.read_text().splitlines()]
-    assert (judged["mode"], judged["op"], judged["us"]) == ("selection", "fp16_gemm_nn", 2.0)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import casts
 import pytest
+import torch
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.backends import deepgemm
 from deep_gemm.bench import backends, provenance, run, shapes, summary
 from deep_gemm.testing import timing
 
@@ -45,12 +46,6 @@ def test_named_sets_hold_legal_shapes() -> None:
     assert set(shapes.READ_FLOOR_US) == set(shapes.REFERENCE_NK)
     # A read cannot be faster than the data sheet's bandwidth.
     assert all(us > n * k / 4.8e6 for (n, k), us in shapes.READ_FLOOR_US.items())
-
-
-def test_bytes_and_flops() -> None:
-    shape = GemmShape(2, 128, 256)
-    assert shape.flops == 2 * 2 * 128 * 256
-    assert shape.bytes_moved() == 2 * 256 + 128 * 256 + 2 * 2 * 128 + 4 * (2 * 2 + 1 * 2)
 
 
 def test_a_row_says_how_fast_and_against_what() -> None:
@@ -185,12 +180,6 @@ def test_the_promise_is_taken_back_after_a_failure(
     assert [what for what, _ in promises].count("retract") == 2
 
 
-def test_flush_mode_promises_nothing(promises: list[tuple[Any, ...]]) -> None:
-    row = run.measure(GemmShape(1, 128, 128), "flush", ("ours",))
-    assert "us_unpromised" not in row
-    assert {what for what, _ in promises} == {"call"}
-
-
 def flush_rows(*pairs: tuple[int, float]) -> list[run.Row]:
     return [
         run.make_row(GemmShape(m, 128, 128), "flush", {"ours": 10.0, "tensorwise": 10.0 * ratio}, {})
@@ -214,76 +203,12 @@ def test_summary() -> None:
     assert middle["geomean"] == 3.0
 
 
-def test_the_ranges_of_the_summary_meet() -> None:
-    found = summary.summary(flush_rows(*((m, float(m)) for m in (64, 65, 512, 513, 999, 1000))))
-    spans = [(entry["range"], entry["shapes"], entry["worst"]) for entry in found]
-    assert spans == [("M <= 64", 1, 64.0), ("M 65-512", 2, 65.0), ("M 513-999", 2, 513.0), ("M >= 1000", 1, 1000.0)]
-
-
-def test_summary_of_graph_rows() -> None:
-    us = {"ours": 4.0, "ours_unpromised": 8.0, "tensorwise": 8.0, "blockwise": 16.0}
-    rows = [run.make_row(GemmShape(m, 32768, 512), "graph", us, {}) for m in (64, 65)]
-    found = {(entry["range"], entry["against"]): entry["geomean"] for entry in summary.summary(rows)}
-    assert found == {
-        ("M <= 64", "tensorwise"): 2.0,
-        ("M <= 64", "tensorwise, no promise"): 1.0,
-        ("M <= 64", "blockwise"): 4.0,
-        ("M <= 64", "read floor"): 1.025,
-        ("M 65-512", "tensorwise"): 2.0,
-        ("M 65-512", "tensorwise, no promise"): 1.0,
-        ("M 65-512", "blockwise"): 4.0,
-    }
-
-
 def test_what_meets_the_limit_of_power_has_a_line_of_its_own() -> None:
     taken = {(4096, 7168, 2048): 4.0, (1000, 128, 128): 1.0, (263, 30272, 15104): 2.0}
     rows = [run.make_row(GemmShape(*mnk), "steady", {"ours": us, "tensorwise": 4.0}, {}) for mnk, us in taken.items()]
     found = {entry["range"]: (entry["shapes"], entry["geomean"]) for entry in summary.summary(rows)}
     assert found == {"M 65-512": (1, 2.0), "M >= 1000": (2, 2.0), summary.LONG: (2, pytest.approx(1.414))}
     assert summary.LONG not in {entry["range"] for entry in summary.summary([row | {"mode": "flush"} for row in rows])}
-
-
-def test_deepgemm_is_a_backend_once_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
-    monkeypatch.setattr(deepgemm, "_loaded", [])
-    backends.add_deepgemm(types.SimpleNamespace(fp8_gemm_nt=lambda a, b, d: asked.append((a, b, d))))
-    x = backends.Operands(GemmShape(1, 1, 1), "a", "b", "d", "sfa", "sfb")  # type: ignore[arg-type]
-    backends.BACKENDS[backends.DEEPGEMM](x)()
-    assert asked == [(("a", "sfa"), ("b", "sfb"), "d")]
-    row = run.make_row(GemmShape(64, 576, 7168), "flush", {"ours": 4.0, "deepgemm": 5.0}, {"blockwise": "no"})
-    assert (row["us_deepgemm"], row["ratio_deepgemm"], row["refused_blockwise"]) == (5.0, 1.25, "no")
-    assert "ours" not in {name.removeprefix("ratio_") for name in row}
-    (entry,) = summary.summary([row])
-    assert (entry["against"], entry["geomean"]) == ("DeepGEMM", 1.25)
-
-
-def test_host_time_is_of_one_call() -> None:
-    calls = []
-    us = timing.host(lambda: calls.append(None), calls=10, rounds=2)
-    assert 0 < us < 1e4
-    assert len(calls) == 20 + 2 * 10
-
-
-def test_host_times_are_the_least_of_passes_through_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"one": iter([5.0, 3.0, 4.0]), "other": iter([2.0, 7.0, 1.0])}
-    asked: list[tuple[str, int]] = []
-
-    def host(call: Callable[[], str], rounds: int) -> float:
-        asked.append((call(), rounds))
-        return next(found[call()])
-
-    monkeypatch.setattr(timing, "host", host)
-    assert timing.host_in_turns({"one": lambda: "one", "other": lambda: "other"}, passes=3, rounds=2) == {
-        "one": 3.0,
-        "other": 1.0,
-    }
-    assert asked == [("one", 2), ("other", 2)] * 3
-
-
-def test_flush_refuses_too_few_repeats() -> None:
-    with pytest.raises(ValueError, match="at least 20"):
-        timing.flush({}, repeats=5)
 
 
 class Clock:
@@ -339,38 +264,6 @@ def test_only_long_single_calls_rest_and_short_ones_take_more_turns(monkeypatch:
     assert clock.rests == [timing.REST_SECONDS] * 3 * 2
 
 
-@pytest.mark.parametrize(("us", "calls"), [(5.0, 400), (300.0, 8), (900.0, 4)])
-def test_calls_back_to_back_are_in_graphs(monkeypatch: pytest.MonkeyPatch, us: float, calls: int) -> None:
-    """A graph takes 2 ms, or one round of calls if that is longer."""
-    clock, captured, replays = Clock(monkeypatch), [], []  # type: tuple[Clock, list[tuple[int, str]], list[int]]
-
-    def capture(sets: list[str], count: int, stream: str) -> Any:
-        captured.append((count, stream))
-        return types.SimpleNamespace(replay=lambda: (replays.append(count), clock.run(us * count)))
-
-    monkeypatch.setattr(timing, "capture", capture)
-    assert timing.back_to_back(["a", "b", "c", "d"], 0.1, "a stream") == pytest.approx(us)  # type: ignore[list-item]
-    assert captured[-1] == (calls, "a stream")
-    assert captured[0] == (4, "a stream")
-    assert sum(replays) * us >= 1e5
-    assert set(replays[2:]) == {calls}
-
-
-def test_who_is_timed_first_is_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU is cooler at first, whichever backend runs then."""
-    ran: list[str] = []
-
-    def cooler_first(sets: list[str], seconds: float) -> list[float]:
-        ran.append(sets[0])
-        return [1.0] if len(ran) == 1 else [2.0]
-
-    monkeypatch.setattr(timing, "back_to_back_samples", cooler_first)
-    assert timing.steady({"ours": ["a"], "tensorwise": ["b"]}) == {"ours": 2.0, "tensorwise": 2.0}  # type: ignore[list-item]
-    assert ran == ["a", "a", "b"]
-    ran.clear()
-    assert timing.steady({"ours": ["a"]}) == {"ours": 1.0}  # type: ignore[list-item]
-
-
 def test_the_source_digest_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def digest(text: str) -> str:
         (tmp_path / "x.cuh").write_text(text)
@@ -393,3 +286,19 @@ def test_what_is_installed_is_this_tree(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(provenance.importlib, "import_module", from_tree)
     assert provenance.source_digest() == installed
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("rows", 256 * 384 + 4 * 256 * 3),
+        ("columns", 256 * 384 + 4 * 384 * 2),
+        ("blocks", 256 * 384 + 4 * 2 * 3),
+        ("blocks transposed", 256 * 384 + 4 * 2 * 3),
+        ("rows and columns", 2 * 256 * 384 + 4 * (256 * 3 + 384 * 2)),
+        ("blocks and transpose", 2 * (256 * 384 + 4 * 2 * 3)),
+    ],
+)
+def test_the_bytes_of_a_cast_are_its_input_and_its_outputs(name: str, written: int) -> None:
+    x = torch.randn(256, 384).bfloat16()
+    assert casts.moved(x, casts.CASTS[name](x)) == 2 * 256 * 384 + written

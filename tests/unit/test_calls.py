@@ -92,17 +92,6 @@ def test_a_forked_child_has_no_record_of_its_parent(gpu: FakeGpu) -> None:
     assert gpu.calls.replays
 
 
-def test_a_change_of_options_makes_records_anew(gpu: FakeGpu) -> None:
-    cases = [(*operands(), output()) for _ in range(4)]  # kept alive: addresses of a freed one would be warm
-    for case in cases[:2]:
-        run(*case)
-    before = gpu.prepared
-    deep_gemm.set_pdl(True)
-    for case in cases[2:]:
-        run(*case)
-    assert gpu.prepared == before + 2
-
-
 def test_so_many_calls_are_remembered_and_no_more(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MAX_REMEMBERED", 3)
     cases = [(*operands(), output()) for _ in range(10)]

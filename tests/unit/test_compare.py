@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm import backends
-from deep_gemm.backends import accuracy, profiler, runner
+from deep_gemm.backends import accuracy, runner
 from deep_gemm.backends.results import Comparison, Result
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
@@ -204,41 +204,6 @@ def test_times_have_a_median_a_spread_and_a_roof() -> None:
     assert narrow.of_roof == pytest.approx(narrow.gb_per_s / H100.gb_per_s)
 
 
-@pytest.mark.parametrize(("mode", "sets"), [("flush", 1), ("graph", 9), ("steady", 4)])
-def test_each_mode_times_in_its_way_with_as_many_operands_as_it_needs(
-    mode: str, sets: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph's operands must not fit into L2 together: it has 256 MiB of them or more."""
-    given: list[Any] = []
-
-    def sampler(calls: Any) -> dict[str, list[float]]:
-        given.append(calls)
-        return {name: [1.0] for name in calls}
-
-    monkeypatch.setattr(clock, f"{mode}_samples", sampler)
-    op = backends.get_operation("fp8_gemm_nt")
-    assert profiler.sets_for(op, (64, 4096, 7168), mode) == sets
-    assert profiler.sets_for(op, (8, 128, 128), "graph") == profiler.MAX_SETS
-    calls = [lambda: None] * sets
-    assert profiler.sample({"a": calls}, mode) == {"a": [1.0]}
-    assert given == [{"a": calls[0] if mode == "flush" else calls}]
-
-
-def test_the_roof_is_the_cards_or_the_nearest_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Card:
-        name, multi_processor_count = "NVIDIA H200", 132
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
-    found = profiler.roof(torch.device("cuda"))
-    assert found is not None
-    assert (found.name, found.gb_per_s, found.tflops["fp8"], found.tflops["half"]) == ("H200", 4800, 1979, 989.5)
-    Card.name = "NVIDIA H800"
-    found = profiler.roof(torch.device("cuda"))
-    assert found is not None
-    assert found.name.endswith(", the nearest that is known to NVIDIA H800")
-    assert profiler.roof(torch.device("cpu")) is None
-
-
 def test_host_times_are_taken_in_turns_and_end() -> None:
     ran: list[str] = []
     samples = clock.host_samples({"one": lambda: ran.append("one"), "other": lambda: ran.append("other")}, repeats=3)
@@ -262,37 +227,10 @@ def test_the_ranking_is_of_those_that_are_right() -> None:
     assert cublaslt.of_best == pytest.approx((17 / 26 * 180 / 205) ** 0.5)
 
 
-def test_reasons_are_said_once_with_the_shapes_where_these_matter() -> None:
-    (wrong, failed, absent) = (str(group) for group in comparison().left_out())
-    assert wrong.startswith("triton on fp8_gemm_nt 4096 x 4096 x 7168: 3 of 262144 elements are NaN")
-    assert failed.startswith("tilelang on fp8_gemm_nt 4096 x 4096 x 7168: RuntimeError")
-    assert absent == "torch on fp8_gemm_nt 4096 x 4096 x 7168: it is not here"
-    report = backends.compare("fp8_gemm_nt", [(8, 16, 32), (8, 16, 40)], ["cuda", "cublaslt", "torch"], device="cpu")
-    assert [str(group) for group in report.left_out()] == [
-        "cuda, cublaslt, cublaslt:tensorwise: it needs a GPU",
-        "torch on fp8_gemm_nt 8 x 16 x 40: K must be a multiple of 16, but it is 40",
-    ]
-
-
 def run(*arguments: str) -> str:
     result = CliRunner().invoke(app, ["compare", *arguments])
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def test_what_a_backend_prints_is_no_part_of_the_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TileLang's tuner prints to standard output."""
-    original = backends.compare
-
-    def loud(*given: Any, **named: Any) -> Any:
-        print("Tuned Latency 0.05")
-        return original(*given, **named)
-
-    monkeypatch.setattr(backends, "compare", loud)
-    told = ("compare", "mul_add", "--shape", "8x32", "--backends", "torch", "--device", "cpu", "--json")
-    result = CliRunner().invoke(app, told)
-    assert json.loads(result.stdout)["results"]
-    assert "Tuned Latency" in result.stderr
 
 
 def test_the_command_says_what_ran_and_what_could_not() -> None:

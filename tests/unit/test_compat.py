@@ -77,7 +77,7 @@ compat.enable()
 """
 
 
-@pytest.mark.parametrize("order", [BEFORE, AFTER], ids=["before", "after"])
+@pytest.mark.parametrize("order", [BEFORE, pytest.param(AFTER, marks=pytest.mark.long)], ids=["before", "after"])
 def test_a_copy_is_ours_and_that_is_said_once(programs: Path, order: str) -> None:
     absent, said = run(programs, order + OURS)
     assert absent == "No module named 'vllm.third_party.deep_gemm.mega'"
@@ -108,6 +108,7 @@ def test_transformers_has_it_as_its_kernel(programs: Path, late: bool) -> None:
     run(programs, code)
 
 
+@pytest.mark.long
 def test_a_kernel_that_transformers_took_and_a_table_that_is_gone_are_told(programs: Path) -> None:
     code = """
 from transformers.integrations import deepgemm

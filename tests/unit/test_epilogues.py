@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_fakes import FakeGpu, gpu
+from gpu_fakes import FakeGpu
 from host_code import compiled, pairs
 
 import deep_gemm
@@ -18,8 +18,6 @@ from deep_gemm import Epilogue, InvalidInputError, UnsupportedError
 from deep_gemm.kernels.epilogues import device_name
 from deep_gemm.ops.reference import ACTIVATIONS, exact_product
 from deep_gemm.parts import Parts, parse
-
-__all__ = ["gpu"]
 
 M, N, K = 9, 24, 256
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -221,30 +219,6 @@ def test_kernels_get_the_parts_as_operands(gpu: FakeGpu) -> None:
         assert gpu.prepared == prepared
     deep_gemm.bf16_gemm_nt(x, y, d, epilogue=Epilogue(residual=torch.zeros(M, N + 1, dtype=BF16)[:, :N]))
     assert not gpu.launched[-1].spec.d.aligned
-
-
-class Layer(torch.nn.Module):
-    """A product with bias, in FP8 or BF16."""
-
-    def forward(self, a: Any, b: Any, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        d = torch.empty_like(residual)
-        call = function("fp8" if isinstance(a, tuple) else "bf16")
-        call(a, b, d, epilogue=Epilogue(bias, "relu", 0.5, residual))
-        return d + 1
-
-
-@pytest.mark.parametrize("way", ["compile", "export"])
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
-def test_torch_records_a_call_as_one_operator(kind: str, way: str) -> None:
-    a, b, _ = operands(kind)
-    given = a, b, random(N), random(M, N, dtype=BF16)
-    wanted = Layer()(*given)
-    if way == "compile":
-        assert torch.equal(torch.compile(Layer(), backend="eager", fullgraph=True)(*given), wanted)
-        return
-    program = torch.export.export(Layer(), given, strict=False)
-    assert f"torch.ops.deep_gemm_jit.{kind}_gemm_epilogue" in str(program.graph)
-    assert torch.equal(program.module()(*given), wanted)
 
 
 # ------------------------------------------------------------------------------------------------ arithmetic

@@ -237,6 +237,7 @@ def test_inspect_takes_groups(cache_dir: Path) -> None:
 
 
 @pytest.mark.compile
+@pytest.mark.long
 def test_after_compiling_ahead_no_routing_compiles(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from deep_gemm.jit import builder
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_fakes import FakeGpu, gpu
+from gpu_fakes import FakeGpu
 from test_epilogues import BF16, FP16, K, M, N, function, given, operands, random
 
 import deep_gemm
@@ -20,8 +20,6 @@ from deep_gemm.kernels.families import HALF_GEMM, HALF_GROUPED
 from deep_gemm.parts import VECTORS, Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Operand
-
-__all__ = ["gpu"]
 
 
 def own(name: str = "own", body: str = "return x * v;", **parts: Any) -> Callable[[], object]:

@@ -10,7 +10,7 @@ from typing import Any
 import built
 import pytest
 import torch
-from gpu_fakes import FakeGpu, gpu
+from gpu_fakes import FakeGpu
 
 import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, ops, options, quantize, select
@@ -26,8 +26,6 @@ from deep_gemm.runtime import engine
 from deep_gemm.select import calibration, casts, representative, representatives
 from deep_gemm.select.heuristic import least
 from deep_gemm.spec import GemmSpec
-
-__all__ = ["gpu"]
 
 M, N, K = 9, 256, 384
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -121,19 +121,6 @@ def test_rows_that_can_be_read_by_sixteen_bytes(gpu: FakeGpu, changed: Any, alig
     assert gpu.launched[-1].spec.aligned == aligned
 
 
-def test_a_warm_call_is_prepared_once_and_a_replay_keeps_outputs_apart(gpu: FakeGpu) -> None:
-    outs = [x() for _ in range(4)]
-    for out in (outs[0], outs[0], outs[0]):
-        fused.mul_add(x(), x(N), x(N), out)
-    before = gpu.prepared
-    y, z = x(N), x(N)
-    for out in outs:
-        fused.mul_add(out.clone(), y, z, out)
-    assert gpu.prepared <= before + 1
-    with pytest.raises(InvalidInputError, match="out and x share memory"):
-        fused.mul_add(outs[0], y, z, outs[0])
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(0, N), (M, 0), (0, 0)])
 def test_nothing_to_compute(gpu: FakeGpu, rows: int, columns: int) -> None:
     a = torch.empty(rows, columns, dtype=BF16)
@@ -279,9 +266,3 @@ def test_tiles_cover_the_matrix_and_norms_do_not_depend_on_rows(m: int, other: i
         assert config is WHOLE_ROWS[-1] or n <= config.tile_columns
     if m * n < 2**40:  # more than a GPU's memory
         assert shape.grid[0] < 2**31
-
-
-def test_names_of_kernels() -> None:
-    names = [ROWS.entry(params) for params in ROWS.cases()]
-    assert len(names) == len(set(names))
-    assert {"rms_norm_residual_bf16_e4m3_1x8192", "silu_and_mul_halves_bf16_e4m3_1x2048"} <= set(names)

@@ -81,13 +81,21 @@ def test_every_public_name_has_one_place_that_type_checkers_see_too() -> None:
         deep_gemm.nothing  # noqa: B018
 
 
-def test_a_function_and_the_modules_it_lives_in_do_not_hide_one_another() -> None:
+def test_names_and_modules_do_not_hide_one_another_and_a_process_may_fork_afterwards() -> None:
     code = """
 import deep_gemm.aot.build, deep_gemm.aot.distributed, deep_gemm.settings, deep_gemm.testing, deep_gemm.utils
 import deep_gemm
 from deep_gemm import precompile, settings
 assert callable(deep_gemm.precompile) and deep_gemm.precompile is precompile is deep_gemm.aot.build.precompile
 assert type(deep_gemm.settings).__name__ == "Settings" and settings is deep_gemm.settings
+import os, torch
+pid = os.fork()
+if pid == 0:
+    a, b = torch.ones(4, 128), torch.ones(128, 128)
+    d = torch.zeros(4, 128, dtype=torch.bfloat16)
+    deep_gemm.fp8_gemm_nt(deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False), d)
+    os._exit(0 if bool((d == 128).all()) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 """
     child(code)
 
@@ -117,24 +125,11 @@ def test_the_version_is_that_of_the_distribution() -> None:
     assert deep_gemm.__version__ == importlib.metadata.version("deep-gemm-jit")
 
 
-def test_importing_is_light() -> None:
-    code = """
-import torch, sys
-before = set(sys.modules)
-import deep_gemm
-for name in set(deep_gemm.__all__) - {"precompile", "testing"}:
-    getattr(deep_gemm, name)
-heavy = {"jinja2", "cuda", "platformdirs", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}
-new = {name.split(".")[0] for name in set(sys.modules) - before}
-assert not new & heavy, new & heavy
-assert not torch.cuda.is_initialized()
-"""
-    child(code)  # for the number of modules see test_budgets.py
-
-
-def test_importing_touches_no_environment_disk_or_process(tmp_path: Path) -> None:
+def test_importing_is_light_and_touches_no_environment_disk_or_process(tmp_path: Path) -> None:
+    """For the number of modules see test_budgets.py."""
     code = f"""
 import os, sys, torch
+before = set(sys.modules)
 
 class Watched(dict):
     def __getitem__(self, key): raise AssertionError("read of " + repr(key))
@@ -151,6 +146,12 @@ sys.dont_write_bytecode = True
 sys.addaudithook(hook)
 environ, os.environ = os.environ, Watched()
 import deep_gemm
+for name in set(deep_gemm.__all__) - {{"precompile", "testing"}}:
+    getattr(deep_gemm, name)
+heavy = {{"jinja2", "cuda", "platformdirs", "click", "rich", "matplotlib", "yaml", "triton", "pytest"}}
+new = {{name.split(".")[0] for name in set(sys.modules) - before}}
+assert not new & heavy, new & heavy
+assert not torch.cuda.is_initialized()
 from deep_gemm import *
 os.environ = environ
 assert os.listdir({str(tmp_path)!r}) == []
@@ -158,7 +159,7 @@ assert os.listdir({str(tmp_path)!r}) == []
     child(code, HOME=str(tmp_path))
 
 
-@pytest.mark.parametrize("way", ["example", "doctor"])
+@pytest.mark.parametrize("way", ["example", pytest.param("doctor", marks=pytest.mark.long)])
 def test_python_started_in_a_checkout_needs_no_editable_install(way: str, tmp_path: Path) -> None:
     """-S, and packages by PYTHONPATH: no .pth file is read, so that no editable install helps."""
     for name in ("deep_gemm", "jit", "templates"):
@@ -206,17 +207,3 @@ os._exit(0)
 """
     child(code)
     assert (tmp_path / "done").exists()
-
-
-def test_a_process_may_fork_after_importing() -> None:
-    code = """
-import os, torch, deep_gemm
-pid = os.fork()
-if pid == 0:
-    a, b = torch.ones(4, 128), torch.ones(128, 128)
-    d = torch.zeros(4, 128, dtype=torch.bfloat16)
-    deep_gemm.fp8_gemm_nt(deep_gemm.per_token_cast_to_fp8(a, False), deep_gemm.per_block_cast_to_fp8(b, False), d)
-    os._exit(0 if bool((d == 128).all()) else 1)
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-"""
-    child(code)

@@ -335,6 +335,7 @@ def test_a_process_is_watched_from_its_first_call_to_its_end(tmp_path: Path) -> 
     assert (entry["operation"], entry["shape"], entry["calls"], entry["timed"]) == ("bf16_gemm_nt", "3x4x16", 5, 2)
 
 
+@pytest.mark.long
 def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     assert "DG_MONITOR could not write its report to" in child(RUN, DG_MONITOR=f"{tmp_path}/none/r.prom")
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 from nn_cases import IN, OUT, experts_results, layer, matrix, results
 from torch import Tensor
-from torch._dynamo.utils import counters
-from torch._inductor.utils import run_and_get_code
 
 import deep_gemm
 from deep_gemm import nn
@@ -31,28 +29,28 @@ MADE: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_a_compiled_layer_gives_the_same_bits(made: Callable[[], Any], dynamic: bool) -> None:
+def test_a_compiled_layer_gives_the_same_bits(made: Callable[[], Any], dynamic: bool, fresh_compiler: Any) -> None:
     module = made()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for m in ROWS if dynamic else ROWS[:1]:
         x, dy = matrix(2, m // 2, IN), matrix(2, m // 2, OUT)
         found, wanted = results(module, x, dy, compiled), results(module, x, dy)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert fresh_compiler["stats"]["unique_graphs"] == 1
+    assert not fresh_compiler["graph_break"]
 
 
-def test_tokens_that_are_no_multiple_of_16_are_another_graph_and_no_more() -> None:
+def test_tokens_that_are_no_multiple_of_16_are_another_graph_and_no_more(fresh_compiler: Any) -> None:
     module = layer("1x128")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (*ROWS, 150, 201, 333):
         x, dy = matrix(m, IN), matrix(m, OUT)
         found, wanted = results(module, x, dy, compiled), results(module, x, dy)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert counters["stats"]["unique_graphs"] == 2
+    assert fresh_compiler["stats"]["unique_graphs"] == 2
 
 
-def test_a_stored_layer_is_compiled_with_the_gradient_of_x() -> None:
+def test_a_stored_layer_is_compiled_with_the_gradient_of_x(fresh_compiler: Any) -> None:
     module = nn.FP8Linear.from_linear(torch.nn.Linear(IN, OUT), mode="inference")
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
 
@@ -68,23 +66,25 @@ def test_a_stored_layer_is_compiled_with_the_gradient_of_x() -> None:
         assert all(map(torch.equal, gradient(compiled, x), gradient(module, x)))
         with torch.no_grad():
             assert torch.equal(compiled(x), module(x))
-    assert counters["stats"]["unique_graphs"] == 2, "with gradients and without"
+    assert fresh_compiler["stats"]["unique_graphs"] == 2, "with gradients and without"
 
 
-def test_a_mixture_is_compiled() -> None:
+def test_a_mixture_is_compiled(fresh_compiler: Any) -> None:
     module = nn.MoE(IN, 48, experts=5, top_k=2)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager", dynamic=True)
     for m in (*ROWS, 2):
         x, dy = matrix(m, IN), matrix(m, IN)
         found, wanted = experts_results(module, x, dy, compiled), experts_results(module, x, dy)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert fresh_compiler["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.limit(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("name", ["1x128", "fused", "bias"])
 def test_inductor_adds_no_kernel_that_copies(name: str) -> None:
+    from torch._inductor.utils import run_and_get_code
+
     module = nn.FP8Linear(
         256, 384, bias=name == "bias", **({"fuse_wgrad_accumulation": True} if name == "fused" else {})
     )
@@ -131,6 +131,9 @@ def scaled(x: Tensor, w: Tensor) -> Tensor:
 )
 def test_inductor_copies_no_operand_that_is_a_view(function: Callable[..., Tensor], called: list[str]) -> None:
     """Slices of wider tensors, and transposes. One graph for all M."""
+
+    from torch._inductor.utils import run_and_get_code
+
     x, w = matrix(ROWS[0], 2 * IN), matrix(OUT, IN)
     found, codes = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=True), x, w)
     assert torch.equal(found, function(x, w))

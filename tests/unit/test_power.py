@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,17 +9,14 @@ from statistics import fmean, geometric_mean, pstdev
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deep_gemm import arch, ops
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import fit, survey
-from deep_gemm.cli.calibrate import command
-from deep_gemm.errors import InvalidInputError
 from deep_gemm.select import legal, rank
-from deep_gemm.select.calibration import Calibration, default
+from deep_gemm.select.calibration import default
 from deep_gemm.select.heuristic import sustains
 from deep_gemm.select.model import features
 from deep_gemm.select.power import Power, sustained_us
@@ -109,19 +105,6 @@ def test_the_fit_finds_what_draws_power() -> None:
         assert getattr(found, name) == pytest.approx(value, rel=1e-3), name
 
 
-def test_times_back_to_back_are_for_power_alone(tmp_path: Path) -> None:
-    """Rows of steady mode alone fit no constants of single launches."""
-    source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
-    source.write_text("".join(json.dumps(row) + "\n" for row in back_to_back(POWER)))
-    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "1"])
-    assert result.exit_code == 0, result.output
-    written = json.loads(output.read_text())
-    assert set(written["fit"]) == {"power"}
-    made = Calibration.from_json(written["constants"])
-    assert made.power.filled_row == pytest.approx(POWER.filled_row, rel=1e-3)
-    assert made.speed == default().speed
-
-
 def test_power_is_not_guessed_from_too_little() -> None:
     assert fit.fit_power([row | {"mode": "flush"} for row in back_to_back(default().power)], arch.SM90) is None
     assert fit.fit_power(back_to_back(default().power, pairs=5), arch.SM90) is None
@@ -178,11 +161,3 @@ def test_what_is_chosen_stays_near_the_best_back_to_back(
     assert len(qualities) >= rows
     assert geometric_mean(qualities) > mean
     assert min(qualities) > worst
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"read_row": 1.0}, asdict(default().power) | {"launch_us": 0.0}], ids=["few", "zero"]
-)
-def test_other_constants_of_power_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(InvalidInputError, match="positive numbers named products_per_us"):
-        Calibration.from_json({"speed": asdict(default().speed), "power": wrong})

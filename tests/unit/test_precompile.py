@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from gpu_fakes import FakeGpu, gpu
+from gpu_fakes import FakeGpu
 from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile
 
 import deep_gemm
@@ -25,8 +25,6 @@ from deep_gemm.kernels.rows import ROWS
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import RowsSpec
-
-__all__ = ["gpu"]
 
 
 def test_parse_sizes() -> None:

@@ -68,23 +68,6 @@ def test_blocks_of_zeros() -> None:
     assert torch.equal(negative, torch.zeros(4, 2))
 
 
-def test_warm_calls_are_prepared_once_and_replays_keep_outputs_apart(gpu: FakeGpu) -> None:
-    out = quantize.rows(x())
-    sources = [x() for _ in range(4)]
-    for _ in range(3):
-        quantize.rows(sources[0], out=out)
-    outs = [(torch.empty_like(out[0]), torch.empty_strided((M, 3), (1, 132))) for _ in sources]
-    before = gpu.prepared
-    for source, other in zip(sources, outs, strict=True):
-        quantize.rows(source, out=other)
-    assert gpu.prepared <= before + 1
-    memory = torch.zeros(M * K + 4 * 132 * 3, dtype=torch.uint8)
-    values = memory[: M * K].view(E4M3).view(M, K)
-    inside = memory[M * K - 64 :][: 4 * 132 * 3].view(torch.float32).as_strided((M, 3), (1, 132))
-    with pytest.raises(InvalidInputError, match="share memory"):
-        quantize.rows(sources[0], out=(values, inside))
-
-
 @pytest.mark.parametrize(
     "cast", ["rows", "columns", "rows_and_columns", "blocks", "blocks_transposed", "rows_and_blocks_transposed"]
 )
@@ -247,14 +230,6 @@ def test_gathered_rows(chosen: list[int], rows: int, gated: bool) -> None:
         assert torch.equal(scales[at], sf[place])
 
 
-def test_gathering_is_one_launch(gpu: FakeGpu) -> None:
-    source, chosen = x(), index()
-    values, _ = quantize.rows(source, rows=chosen)
-    (launched,) = gpu.launched
-    assert (launched.at["rows"], launched.at["values"]) == (chosen.data_ptr(), values.data_ptr())
-    assert (launched.spec.rows, launched.spec.source_rows) == (5, M)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(width=32), max_size=20), st.booleans(), st.booleans())
 def test_factors_multiply_the_scales(given: list[float], gathered: bool, gated: bool) -> None:
@@ -267,40 +242,6 @@ def test_factors_multiply_the_scales(given: list[float], gathered: bool, gated: 
     # Products of two float32 are exact in float64, and are rounded once.
     exact = (sf.double() * factors.double()[:, None]).float()
     torch.testing.assert_close(scales, exact, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-def test_factors_are_read_by_the_same_launch(gpu: FakeGpu, gathered: bool) -> None:
-    source, chosen, given = x(), index() if gathered else None, factors(5 if gathered else M)
-    quantize.rows(source, rows=chosen, factors=given)
-    (launched,) = gpu.launched
-    assert launched.at["factors"] == given.data_ptr()
-    assert ("rows" in launched.at) == gathered
-    assert launched.spec.factors
-
-
-@pytest.mark.parametrize("operand", ["rows", "factors"])
-def test_another_index_or_other_factors_are_not_the_same_call(gpu: FakeGpu, operand: str) -> None:
-    source, out = x(5), quantize.rows(x(5))
-    makers: dict[str, Callable[[], torch.Tensor]] = {"rows": index, "factors": lambda: factors(5)}
-    for _ in range(3):
-        given = makers[operand]()
-        for _ in range(2):
-            quantize.rows(source, out=out, **{operand: given})
-            assert gpu.launched[-1].at[operand] == given.data_ptr()
-
-
-def test_fake_operands_are_checked_and_not_touched() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        source, chosen = torch.empty(M, K, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int32)
-        values, scales = quantize.rows(source, rows=chosen, factors=torch.empty(5))
-        assert (values.shape, scales.shape) == ((5, K), (5, 3))
-        with pytest.raises(InvalidInputError, match="one for each of the 5 rows"):
-            quantize.rows(source, rows=chosen, factors=torch.empty(M))
-        with pytest.raises(InvalidInputError, match="on one device"):
-            quantize.rows(source, factors=torch.empty(M, device="cuda"))
 
 
 def test_columns_and_tiles_are_separate_launches() -> None:

@@ -63,22 +63,6 @@ def test_copies_of_the_kernel_cover_every_byte_once_and_fit_a_stage(units: int, 
     assert most <= -(-size // (ctas * floor.STAGE_BYTES))
 
 
-@pytest.mark.parametrize("size", [16, 256, 131 * 128, 133 * 128, 208 * 144, 132 * 16384 + 16])
-def test_ctas_that_have_nothing_to_read_wait_for_nothing(size: int) -> None:
-    """With few bytes, some CTAs read nothing; waiting for a copy that was not issued would last for ever."""
-    found = copies(size, 132)
-    assert sum(length for mine in found for _, length in mine) == size
-    assert sum(map(bool, found)) >= min(132, size // 128) / 2  # at least half of the CTAs that could read do
-
-
-def test_the_kernel_may_have_the_shared_memory_that_a_launch_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = SimpleNamespace(build=lambda request: SimpleNamespace(cubin=b""))
-    monkeypatch.setattr(floor, "default_builder", lambda: known)
-    monkeypatch.setattr(floor.arch, "for_device", lambda device: SimpleNamespace(name="sm_90a"))
-    monkeypatch.setattr(floor, "load_function", lambda cubin, name, device, shared: shared)
-    assert floor._load.__wrapped__(0) == floor.shared_bytes(1 << 28, 132)
-
-
 @given(st.integers(1, 1 << 24), st.integers(1, 160))
 def test_shared_memory_holds_all_pieces_that_are_under_way(units: int, ctas: int) -> None:
     size = units * 16
@@ -151,16 +135,6 @@ def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
     assert read == ([([x.b for x in sets], False), ([x.b for x in sets], True)] if has else [])
     found = [row.get(name) for name in ("us_floor", "us_floor_overlapped", "floor_fraction")]
     assert found == ([4.0, 3.0, 0.8] if has else [None] * 3)
-
-
-def test_a_row_has_the_floor_that_was_measured_beside_it() -> None:
-    us = {"ours": 5.0, "ours_unpromised": 6.0, "tensorwise": 9.0}
-    shape = GemmShape(1, 2112, 7168)
-    row = run.make_row(shape, "graph", us | {"floor": 4.0}, {})
-    assert (row["us_floor"], row["floor_fraction"]) == (4.0, 0.76)  # the table has the lower floor
-    assert run.make_row(shape, "graph", us, {})["floor_fraction"] == 0.76
-    assert run.make_row(shape, "graph", us | {"floor": 3.0}, {})["floor_fraction"] == 0.6
-    assert run.make_row(GemmShape(1, 2112, 7184), "graph", us | {"floor": 4.0}, {})["floor_fraction"] == 0.8
 
 
 def test_a_wheel_has_the_kernel() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import click
 import pytest
 import yaml
+from scripts import module_of
 
 import deep_gemm
 from deep_gemm.cli.app import app
@@ -19,16 +18,6 @@ from deep_gemm.settings import settings
 
 ROOT = Path(__file__).parents[2]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
-
-
-def script(name: str) -> ModuleType:
-    """A script of .ci as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def listed(name: str) -> set[str]:
@@ -60,7 +49,7 @@ def test_the_wheel_with_kernels_is_built_after_every_change_of_what_it_holds() -
 
 def test_the_wheel_with_kernels_keeps_no_kernels_unless_it_is_asked_to() -> None:
     """argparse would make a path of a default that is a text, and the build would fill the current directory."""
-    parse = script("wheel_with_kernels").parse
+    parse = module_of(".ci/wheel_with_kernels.py").parse
     assert parse([]).cache is None
     assert parse(["--cache", "kept"]).cache == Path.cwd() / "kept"
 
@@ -96,7 +85,7 @@ def test_the_commands_that_a_reporter_is_asked_for_exist(path: Path) -> None:
 
 
 def test_what_make_installs_is_what_the_package_declares() -> None:
-    module = script("bootstrap")
+    module = module_of(".ci/bootstrap.py")
     assert set(module.BASE) == listed("dependencies")
     assert set(module.TEST) == listed("test")
     assert set(module.LINT) == listed("lint")
@@ -119,7 +108,7 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
 )
 def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, group: str) -> None:
     def wanted(*arguments: str) -> set[str]:
-        module, found = script("bootstrap"), set[str]()
+        module, found = module_of(".ci/bootstrap.py"), set[str]()
         monkeypatch.setattr(module, "cuda_torch", lambda: None)
         monkeypatch.setattr(module, "create", lambda directory, shared: directory)
         monkeypatch.setattr(module, "missing", lambda python, groups: found.update(groups))
@@ -128,7 +117,7 @@ def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path:
         module.main()
         return found
 
-    assert wanted(option) - wanted() == set(getattr(script("bootstrap"), group))
+    assert wanted(option) - wanted() == set(getattr(module_of(".ci/bootstrap.py"), group))
 
 
 def test_no_index_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The kernels of `tests/sanitize.py`, and its edits of device headers, which must still apply."""
+"""`make sanitize`: which kernels run and what each shows, edits of headers that must apply, and what is a failure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ import grouped_runs
 import head_cases
 import pytest
 import sanitize
-from chosen import entry
+import sanitizer
+from chosen import FAMILIES
+from cover import cover, everything, features
+from hypothesis import given
+from hypothesis import strategies as st
 from racecheck_headers import RACES, Race, racecheck_headers
+from sanitize import chosen, sizes
 
+from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels.rows import FUNCTIONS, ROWS, WHOLE_ROWS
-from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
+from deep_gemm.params import GemmConfig, KernelParams
+from deep_gemm.spec import SCALE_BLOCK, ceil_div
 
 
 def test_headers_for_racecheck(tmp_path: Path) -> None:
@@ -34,13 +40,6 @@ def test_a_race_is_in_one_header_and_a_kernel_shows_it(tmp_path: Path, race: Rac
     assert len(sanitize.named(sanitize.everyone(1), race.kernel)) == 1
 
 
-def test_logits_their_schedule_and_the_prenorm_product_are_run() -> None:
-    kernels = {params.kernel for params in sanitize.everyone(0)}
-    assert {"sm90_fp8_mqa_logits", "sm90_fp8_paged_mqa_logits", "paged_mqa_logits_metadata"} <= kernels
-    products = [entry(params) for params in sanitize.everyone(0) if params.kernel == PRENORM.name]
-    assert len(products) == len(set(products)) == len(PRENORM.configs(SM90))
-
-
 def test_each_kernel_of_a_batch_or_with_a_gate_has_its_oracle() -> None:
     for params in batched_mutations.KERNELS.values():
         assert sanitize.oracle(params) is (head_cases if params.grouping == "heads" else batched_cases).is_right
@@ -53,18 +52,110 @@ def test_each_kernel_of_a_batch_or_with_a_gate_has_its_oracle() -> None:
     }
 
 
-def test_functions_of_rows_are_run_with_each_tile() -> None:
-    found = [params for params in sanitize.everyone(0) if params.kernel == ROWS.name]
-    assert {params.options[0] for params in found} == set(FUNCTIONS)
-    assert {params.config for params in found} >= set(WHOLE_ROWS)
-    assert {params.output for params in found} >= {"bf16", "f32", "e4m3"}
-
-
-def test_kernels_can_be_named() -> None:
-    (found,) = sanitize.named(sanitize.chosen(1), "64x64_s13_p2_k4x1_direct")
-    assert (found.config.tile, found.gemm.cluster_k, found.store) == ((64, 64), 4, "direct")
-
-
 def changed(folder: Path, base: Path) -> set[str]:
     """The headers in ``folder`` that differ from those in ``base``."""
     return {path.name for path in folder.iterdir() if path.read_text() != (base / path.name).read_text()}
+
+
+TOOL = Path("compute-sanitizer")
+
+
+def as_it_should(kind: str, *arguments: str) -> int:
+    return sanitizer.REPORTED if "--race" in arguments else 0
+
+
+def test_nothing_reported_but_races_on_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    monkeypatch.setattr(sanitizer, "ends", lambda tool, *run: runs.append(run) or as_it_should(*run))
+    assert sanitizer.failures(TOOL) == []
+    assert runs[:2] == [("memcheck",), ("racecheck", "--racecheck")]
+    assert [run[-1] for run in runs[2:]] == list(RACES)
+
+
+@pytest.mark.parametrize("wrong", ["memcheck", "--racecheck", *RACES])
+@pytest.mark.parametrize("other", [0, 1, sanitizer.REPORTED])
+def test_anything_else_fails(monkeypatch: pytest.MonkeyPatch, wrong: str, other: int) -> None:
+    """For a race, it is also a failure if the program itself fails or does not start."""
+
+    def ends(tool: Path, *run: str) -> int:
+        return other if run[-1] == wrong else as_it_should(*run)
+
+    monkeypatch.setattr(sanitizer, "ends", ends)
+    should = sanitizer.REPORTED if wrong in RACES else 0
+    found = sanitizer.failures(TOOL)
+    assert len(found) == (other != should)
+    assert not found or (wrong.strip("-") in found[0] and str(other) in found[0])
+
+
+def test_what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fake tool that logs its arguments."""
+    tool, log = tmp_path / "tool", tmp_path / "log"
+    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" > {log}\nexit 7\n')
+    tool.chmod(0o755)
+    assert sanitizer.ends(tool, "racecheck", "--race", "exchange") == 7
+    words = log.read_text().split()
+    assert words[:3] == ["1", "--tool", "racecheck"]
+    assert words[5:7] == ["--error-exitcode", str(sanitizer.REPORTED)]
+    assert words[-3:] == [str(Path(sanitizer.__file__).with_name("sanitize.py")), "--race", "exchange"]
+
+
+EVERYTHING = everything()
+
+
+@pytest.fixture(scope="module")
+def taken() -> list[KernelParams]:
+    return chosen(0)
+
+
+def test_every_feature_of_every_family_is_seen(taken: list[KernelParams]) -> None:
+    shown = {feature for params in taken for feature in features(params)}
+    for params in EVERYTHING:
+        assert features(params) <= shown
+
+
+def test_few_kernels_do(taken: list[KernelParams]) -> None:
+    assert len(taken) == len(set(taken)) <= 40
+
+
+def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> None:
+    """Checked without `features`: CTAs along m, n and k, and consumers along K."""
+
+    def split(config: GemmConfig) -> tuple[int, ...]:
+        return config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k
+
+    for kernel in FAMILIES:
+        every, own = kernel.configs(SM90), [params.gemm for params in taken if params.kernel == kernel.name]
+        assert {config.tile for config in own} == {config.tile for config in every}
+        assert {split(config) for config in own} == {split(config) for config in every}
+    assert {"tma", "direct"} == {params.store for params in taken}
+
+
+def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
+    """So that the next tile's writes meet what the one before left in shared memory."""
+    for params in taken:
+        config, rules = params.gemm, kernels.gemm_family(params.kernel).rules
+        m, n, k, num_sms = sizes(config)
+        assert k % SCALE_BLOCK == 0
+        assert config.cluster_size <= num_sms * config.ctas_per_sm <= 32
+        tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
+        if config.persistent:
+            assert rules.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
+
+
+def test_every_takes_all() -> None:
+    assert chosen(1) == EVERYTHING
+    assert chosen(7) == EVERYTHING[::7]
+
+
+SETS = st.lists(st.frozensets(st.integers(0, 12), max_size=4), max_size=12)
+
+
+@given(SETS, st.integers(0, 3))
+def test_a_cover_shows_all_and_nothing_twice(sets: list[frozenset[int]], given_first: int) -> None:
+    items = list(enumerate(sets))
+    first = items[:given_first]
+    found = cover(items, lambda item: item[1], first)
+    assert set().union(*(item[1] for item in found)) == set().union(*sets)
+    assert first == [item for item in found if item in first]
+    assert found == sorted(found)
+    assert len(found) == len(set(found)) <= len(first) + len(set().union(*sets))

@@ -22,7 +22,7 @@ from deep_gemm.bench import survey
 from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES
 from deep_gemm.cli.calibrate import CALIBRATION_M, RANGES, command, range_of, surveyed
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.runtime.timer import CONTENDERS, Single, middle_mean, times_of
+from deep_gemm.runtime.timer import middle_mean, times_of
 from deep_gemm.select.calibration import default
 
 
@@ -68,16 +68,6 @@ def test_a_lucky_time_is_taken_back() -> None:
     assert all(next(values, None) is None for values in left.values())  # exactly this often
 
 
-def test_the_least_time_was_taken_again_however_many_contend() -> None:
-    """If there are more contenders than are timed again, one of the others may be left with the least time."""
-    crowd = {f"{index}": [3.0 + index / 1000, 4.0, 4.0, 4.0] for index in range(CONTENDERS)}
-    readings = crowd | {"lucky": [3.1, 5.0, 5.1, 5.2], "steady": [3.12, 3.5, 3.6, 3.4], "third": [3.15, 3.8, 3.8, 3.8]}
-    left = {name: iter(values) for name, values in readings.items()}
-    times = times_of({name: left[name].__next__ for name in left}, "0")
-    assert min(times, key=times.__getitem__) == "steady"
-    assert (times["lucky"], times["steady"], times["third"]) == (5.1, 3.5, 3.8)
-
-
 def test_a_survey_has_as_many_shapes_as_asked_for_in_any_order() -> None:
     found = surveyed(50, seed=3, public=True, min_m=65, max_m=500)
     drawn = [shape for shape in found if shape.source != "DeepSeek-V3"]
@@ -120,38 +110,6 @@ def test_a_survey_without_rows_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     assert result.exit_code == 1
     assert "nothing was timed" in result.output
     assert "all of the 1 s" in result.output
-
-
-def test_each_config_is_timed_there_and_back_once_the_gpu_is_warm() -> None:
-    log: list[str] = []
-
-    def timer(name: str, us: list[float]) -> Any:
-        left = iter(us)
-
-        def read() -> float:
-            log.append(name)
-            return next(left)
-
-        return read
-
-    times = survey.steady_times_of({"a": timer("a", [99.0, 10.0, 14.0]), "b": timer("b", [20.0, 21.0])})
-    assert log == ["a", "a", "b", "b", "a"]
-    assert times == {"a": 12.0, "b": 20.5}
-
-
-def test_a_graphs_time_is_of_one_call_and_its_first_replay_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, captured = iter([999.0, 96.0, 48.0, 48.0, 60.0]), []
-
-    def capture(*asked: Any) -> Any:
-        captured.append(asked)
-        return SimpleNamespace(replay="its replay")
-
-    monkeypatch.setattr(survey.timing, "capture", capture)
-    monkeypatch.setattr(survey.timing, "elapsed_us", lambda work: next(times) if work == "its replay" else None)
-    calls = [lambda: None] * 3
-    timer = survey._Graph(calls, "a stream", "operands")
-    assert timer() == 54.0 / timer.LEAST
-    assert captured == [(calls, timer.LEAST, "a stream")]
 
 
 def test_only_long_problems_are_timed_back_to_back() -> None:
@@ -252,26 +210,3 @@ def test_noise_of_single_calls_hides_neither_the_best_nor_the_selected(
     best = min(range(len(configs)), key=lambda index: configs[index][0])
     assert {f"{best}", chosen} <= found.keys()
     assert all(found[name] is timers[name] for name in found)
-
-
-def test_a_look_is_the_less_of_two_cold_calls_after_one_that_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    ms = iter([0.0120, 0.0112])
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            log.append("event")
-
-        def elapsed_time(self, end: Any) -> float:
-            assert log[-1] == "wait"
-            return next(ms)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    scratch = SimpleNamespace(zero_=lambda: log.append("flush"))
-    look = Single(lambda: log.append("call"), scratch, []).look()
-    assert look == pytest.approx(11.2)  # us
-    assert log == ["call", *["flush", "event", "call", "event"] * 2, "wait"]

@@ -65,23 +65,6 @@ def write(path: Path, *given: dict[str, Any]) -> Path:
     return path
 
 
-def test_what_a_first_look_found_slow_counts_as_slow_and_what_was_disturbed_does_not(tmp_path: Path) -> None:
-    one = row(legal=200)
-    first, second, third, *_ = one["times"]
-    one["times"] |= {second: 25.0}  # more than twice the best
-    other = row(m=63, legal=200)  # ranked as 64 is
-    other["selected"] = third
-    del other["times"][first]
-    shape, _ = tuned.shapes_of(write(tmp_path / "rows.jsonl", one, other))
-    by_name = {survey.name_of(config, shape.spec, SM90): us for config, us in shape.times.items()}
-    assert second not in by_name
-    assert (by_name[first], by_name[third]) == (10.0, 9.0)
-    _, looked = tuned.shapes_of(tmp_path / "rows.jsonl")
-    slow = {survey.name_of(config, looked.spec, SM90): us for config, us in looked.times.items()}
-    assert slow[first] == pytest.approx(1.25 * 9 + 1)
-    assert looked.best_of(looked.ranked[:1]) == pytest.approx(9 / 12.25)
-
-
 def test_the_table_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "rows.jsonl", *(row(m) for m in range(8, 200, 8)))
     assert tuned.main([str(path)]) == 0

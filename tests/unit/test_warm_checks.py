@@ -156,6 +156,18 @@ def test_an_output_that_begins_to_require_grad_is_seen(gpu: FakeGpu, own: Custom
     assert name in ("rows", "columns", "gathered", "factored") or "requires grad" in wanted.error
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_every_call_goes_to_its_own_operands(gpu: FakeGpu, own: CustomGpu, name: str) -> None:
+    """First, warm and replayed, in one launch; groups of FP8 along K make their maps before it."""
+    kept = [KINDS[name].tensors() for _ in range(4)]
+    for tensors in kept:
+        for _ in range(3):
+            assert len(told(gpu, own, KINDS[name], tensors).launched) == (2 if name in ("k fp8", "k padded") else 1)
+            seen = {place for launched in gpu.launched for place in launched.at.values()}
+            seen |= {value for ran in own.ran for value in ran.values.values()}
+            assert {x.data_ptr() for x in tensors.values()} <= seen
+
+
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8", {"disable_ue8m0_cast": 0}, "disable_ue8m0_cast must be True or False"),
     ("fp8", {"recipe": None}, ""),

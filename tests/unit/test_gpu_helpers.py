@@ -1,14 +1,78 @@
-"""When tests/gpu/last_run.json is written, and its content."""
+"""The helpers of tests/gpu, without a GPU: forced configs, kernels built before a file's tests, the record of a run."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from gpu_record import GpuRecord
+import torch
+from built import built, kernels_of
+from chosen import SWAPPED, argument_names, entry, find_config, make_params
+from driver_fakes import FakeDriver
+from forced import force, load
+from gpu_fakes import FakeGpu
+from gpu_record import OUTCOMES, GpuRecord
+from jit_fakes import FakeCompiler
+
+from deep_gemm import fused, kernels
+from deep_gemm.jit import Builder
+from deep_gemm.params import KernelParams
+from deep_gemm.runtime import engine
+from deep_gemm.testing import random_operands
+
+PARAMS = [
+    make_params(find_config(block_m=128, block_n=64)),
+    make_params(find_config(block_m=64, block_n=16), "direct"),
+    make_params(find_config(SWAPPED, block_m=16, cluster_k=2)),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=entry)
+def test_a_launch_has_the_operands(driver: FakeDriver, params: KernelParams, tmp_path: Path) -> None:
+    function = load(params, Builder(tmp_path, FakeCompiler()).build(engine.build_request(params)))
+    (a, sfa), (b, sfb), _, _ = random_operands(37, 200, 272, "cpu")
+    d = torch.empty(37, 200, dtype=torch.bfloat16)
+    forced = force(params, function, (a, sfa), (b, sfb), d, num_sms=132, stream=7)
+    assert torch.equal(forced.scales, sfa)
+    assert forced.scales.stride() == (1, 40)
+    assert bool(forced.scales.as_strided((3, 40), (40, 1))[:, 37:].isnan().all())
+    forced()
+    name, (config, _, parameters, _) = driver.calls[-1]
+    assert name == "cuLaunchKernelEx"
+    assert (config.gridDimX, config.blockDimX) == (
+        forced.launch.shape.grid[0],
+        kernels.gemm_family(params.kernel).rules.num_threads(params.gemm),
+    )
+    names = argument_names(params)
+    at = dict(zip(names, struct.unpack(f"={len(names)}Q", ctypes.string_at(parameters, len(names) * 8)), strict=True))
+    assert ctypes.c_uint64.from_address(at["scale_b"]).value == sfb.data_ptr()
+    assert ctypes.c_uint64.from_address(at["d"]).value == d.data_ptr()
+    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("m", "n", "k")] == [37, 200, 272]
+    one_row = int(params.gemm.block_m >= 37)  # columns of tiles, so that B is loaded with evict-first
+    assert [ctypes.c_uint32.from_address(at[name]).value for name in ("early_stages", "evict_first")] == [0, one_row]
+
+
+def test_kernels_that_a_file_needs_are_known_before(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(4, 200, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = kernels_of([lambda: fused.rms_norm(fused.mul_add(x, x[0], x[0]), x[0])])
+    assert sorted(map(entry, found)) == ["mul_add_bf16_bf16_4x256", "rms_norm_bf16_bf16_4x256"]
+    assert gpu.launched == []
+    compiled_before: list[KernelParams] = []
+    monkeypatch.setattr(engine, "build", compiled_before.append)
+    monkeypatch.setattr(engine, "load", lambda *of_kernel: None)
+    with built(found):
+        for params in found:
+            engine.load(params, 0, "a call")
+    assert set(compiled_before) == found
+    with pytest.raises(AssertionError, match=r"not compiled before: \['rms_norm_bf16_bf16_4x256'\]"), built([]):
+        engine.load(max(found, key=entry), 0, "a call")
+
 
 Tests = list[tuple[str, str]]  # file and outcome of each
 
@@ -54,19 +118,15 @@ def directory(tmp_path: Path) -> Path:
     return folder
 
 
-def counts(passed: int, failed: int, skipped: int) -> dict[str, int]:
-    return {"passed": passed, "failed": failed, "skipped": skipped}
-
-
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_whole_run_is_recorded(directory: Path, processes: int) -> None:
     written = play(directory, A + B, processes=processes)
     assert written is not None
-    assert written["files"] == {"test_a.py": counts(1, 1, 0), "test_b.py": counts(1, 0, 1)}
-    assert {name: written[name] for name in counts(0, 0, 0)} == counts(2, 1, 1)
+    assert written["files"] == {"test_a.py": [1, 1, 0], "test_b.py": [1, 0, 1]}
+    assert [written[name] for name in OUTCOMES] == [2, 1, 1]
     assert written["missing"] == []
     place = {"device", "driver", "cuda", "torch", "date", "source_digest", "tests_digest"}
-    assert set(written) == {*counts(0, 0, 0), *place, "missing", "files"}
+    assert set(written) == {*OUTCOMES, *place, "missing", "files"}
     assert all(isinstance(written[name], str) for name in place)
 
 
@@ -85,15 +145,8 @@ def test_files_add_up_over_runs(directory: Path) -> None:
     assert both["missing"] == []
     again = play(directory, A[:1])  # after the failure was fixed: the file has one test now
     assert again is not None
-    assert again["files"]["test_a.py"] == counts(1, 0, 0)
+    assert again["files"]["test_a.py"] == [1, 0, 0]
     assert again["failed"] == 0
-
-
-def test_a_run_that_is_cut_short_keeps_the_files_that_it_ended(directory: Path) -> None:
-    written = play(directory, A + B, stop=3)
-    assert written is not None
-    assert set(written["files"]) == {"test_a.py"}
-    assert written["missing"] == ["test_b.py"]
 
 
 @pytest.mark.parametrize("changed", ["source_digest", "tests_digest", "device", "torch"])
@@ -104,14 +157,6 @@ def test_what_ran_elsewhere_does_not_add_up(directory: Path, changed: str) -> No
     written = play(directory, B)
     assert written is not None
     assert set(written["files"]) == {"test_b.py"}
-
-
-def test_tests_of_another_text_do_not_add_up(directory: Path) -> None:
-    play(directory, A)
-    (directory / "test_b.py").write_text("# changed\n")
-    written = play(directory, B)
-    assert written is not None
-    assert written["missing"] == ["test_a.py"]
 
 
 def test_a_run_without_a_gpu_is_not_recorded(directory: Path) -> None:
