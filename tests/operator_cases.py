@@ -35,7 +35,7 @@ def finished(operator: str, function: str) -> dict[str, tuple[Any, ...]]:
     for parameter in variants[0].arguments:
         if parameter.type == operators._PAIR and parameter.name in "ab":
             found += paired(x, parameter.name)
-        elif parameter.use != "refused":
+        elif parameter.use != "must_be_none":
             found.append(x[parameter.name] if parameter.name in "ab" else named.get(parameter.name, parameter.default))
     return {f"{operator}_epilogue": tuple(None if value is REQUIRED else value for value in found)}
 
@@ -57,7 +57,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
     def seen(self: Calls, key: Any, rest: Any, given: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         flat: list[Any] = []
         for parameter, value in zip(self._variants[0].arguments, given, strict=True):
-            if parameter.use != "refused":
+            if parameter.use != "must_be_none":
                 flat += value if parameter.type == operators._PAIR else [value]
         found.setdefault(operators.name_of(self._variants), tuple(flat))
         first(self, key, rest, given, tensors)

@@ -76,8 +76,8 @@ class Finished(Operation):
         every = kind(product, True, FUSED)
         self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
         self.kept = every.kept
-        required = [x for x in every.parameters if x.name not in FUSED and x.use != "before"]
-        self.parameters = *required, *(Parameter(name, "Tensor | None", None, "added") for name in FUSED)
+        required = [x for x in every.parameters if x.name not in FUSED and x.use != "public_only"]
+        self.parameters = *required, *(Parameter(name, "Tensor | None", None, "internal") for name in FUSED)
         self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]
         _traced[product] = self
         operators.announce((self,), self._call)

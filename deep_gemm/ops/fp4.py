@@ -59,7 +59,7 @@ class Fp4Gemm(Operation):
             found.append(Parameter("expected_m", "int"))
         if grouping == "contiguous":
             found.append(Parameter("use_psum_layout", "bool", False))
-            found.append(Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "added"))
+            found.append(Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "internal"))
         self.parameters = tuple(found)
         self.operands = {"a": "a[0]", "sfa": "a[1]"} if self.is_scaled else {"a": "a"}
         self.operands |= {"b": "b[0]", "sfb": "b[1]"} | ({"layout": self.layout} if self.layout else {}) | {"d": "d"}

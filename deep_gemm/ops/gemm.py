@@ -34,14 +34,14 @@ C = Parameter("c", "Tensor | None", None)
 SCALES_OF_D = "the scales of d"
 """What messages call the operand sfd."""
 COMPILED_DIMS = Parameter("compiled_dims", "str | None", None)
-NO_EPILOGUE = Parameter("epilogue", "Any", None, "refused")
+NO_EPILOGUE = Parameter("epilogue", "Any", None, "must_be_none")
 RECIPES = (
     Parameter("recipe", "tuple[int, int, int] | None", None),
     Parameter("recipe_a", "tuple[int, int] | None", None),
     Parameter("recipe_b", "tuple[int, int] | None", None),
 )
-ALPHA = Parameter("alpha", "float | Tensor | None", None, "diverts")
-EPILOGUE = Parameter("epilogue", "Epilogue | None", None, "diverts")
+ALPHA = Parameter("alpha", "float | Tensor | None", None, "redirects")
+EPILOGUE = Parameter("epilogue", "Epilogue | None", None, "redirects")
 SCALED = (*RECIPES, COMPILED_DIMS, Parameter("disable_ue8m0_cast", "bool", False))
 """The options of FP8 products."""
 
@@ -107,8 +107,8 @@ class Gemm(Operation):
         self.has_epilogue, self.fused = fused is not None, fused or ()
         self.epilogue_parameters = self.asking
         if self.has_epilogue:
-            given = Parameter("alpha", "float", 1.0, "added"), Parameter("epilogue", "str", "none", "added")
-            self.epilogue_parameters = *given, *(Parameter(each, TENSOR, use="added") for each in self.fused)
+            given = Parameter("alpha", "float", 1.0, "internal"), Parameter("epilogue", "str", "none", "internal")
+            self.epilogue_parameters = *given, *(Parameter(each, TENSOR, use="internal") for each in self.fused)
             self.has_operator = False
         self.is_scaled = self.product.is_scaled
         self.dtype = TORCH[self.product.dtype]
@@ -155,7 +155,7 @@ class Gemm(Operation):
         checks.check_bool("disable_ue8m0_cast", given["disable_ue8m0_cast"])
         return asked, dims
 
-    def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
+    def redirect(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
         """A call with an epilogue, by the operation for its tensors."""
         epilogue = given_epilogue(arguments["epilogue"], arguments.get("alpha"))
         is_pair = isinstance(arguments["d"], (tuple, list))

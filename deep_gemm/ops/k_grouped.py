@@ -49,16 +49,16 @@ class KGrouped(Gemm):
             self.parameters = (
                 *(
                     *self.first,
-                    Parameter("ks_cpu", _SIZES, None, "before"),
+                    Parameter("ks_cpu", _SIZES, None, "public_only"),
                     Parameter(LAYOUT, "Tensor | None", None),
                     C,
                 ),
                 *(*((recipe,) if self.is_scaled else ()), COMPILED_DIMS),
-                Parameter("use_psum_layout", "bool", False, "before"),
+                Parameter("use_psum_layout", "bool", False, "public_only"),
                 *((_PADDED_SCALES,) if self.is_scaled else ()),
                 NO_EPILOGUE,
-                Parameter("ks", "Sequence[int] | Tensor | None", None, "before", keyword=True),
-                Parameter("ks_tensor", "Tensor | None", None, "before", keyword=True),
+                Parameter("ks", "Sequence[int] | Tensor | None", None, "public_only", keyword=True),
+                Parameter("ks_tensor", "Tensor | None", None, "public_only", keyword=True),
             )
         self.absent = () if accumulates else ("c",)
         self.settings = ("check",)

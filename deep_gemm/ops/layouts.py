@@ -35,7 +35,7 @@ def axes(form: str | None) -> dict[str, str]:
 
 def form(forms: tuple[str, ...] = ("nt", "nn", "tn", "tt")) -> Parameter:
     """The parameter that says in which of these forms a and b are given."""
-    return Parameter("form", "str", forms[0], "added", choices=forms)
+    return Parameter("form", "str", forms[0], "internal", choices=forms)
 
 
 def row_stride(x: Tensor) -> int:

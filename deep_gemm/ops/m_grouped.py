@@ -31,9 +31,9 @@ MAJOR_K_MULTIPLE = 64
 """If N of a 16-bit B is contiguous, K is a multiple of the kernels' steps, so that none reads rows of two groups."""
 
 _OVERLAP = (
-    Parameter("enable_overlap", "bool", False, "before", keyword=True),
-    Parameter("max_block_n", "int | None", None, "before", keyword=True),
-    Parameter("signal", "Any", None, "before", keyword=True),
+    Parameter("enable_overlap", "bool", False, "public_only", keyword=True),
+    Parameter("max_block_n", "int | None", None, "public_only", keyword=True),
+    Parameter("signal", "Any", None, "public_only", keyword=True),
 )
 
 
@@ -57,10 +57,10 @@ class MGrouped(Gemm):
             return
         self.parameters = (
             *(*tensors, *self.options, Parameter("use_psum_layout", "bool", False)),
-            Parameter("ensure_zero_padding", "bool", True, "before"),
-            Parameter("expected_m_for_psum_layout", "int | None", None, "before"),
+            Parameter("ensure_zero_padding", "bool", True, "public_only"),
+            Parameter("expected_m_for_psum_layout", "int | None", None, "public_only"),
             *self.epilogue_parameters,
-            Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "added"),
+            Parameter("alignment", "int", checks.DEFAULT_ALIGNMENT, "internal"),
             layouts.form(self.product.forms),
         )
 

@@ -24,14 +24,14 @@ def entry_source(variants: Sequence[Operation]) -> str:
     ``rest``, or clears what is remembered when it changes."""
     taken = [_own(parameter) for parameter in variants[0].entry_arguments]
     lines = [f"def entry({', '.join(taken)}):"]
-    if diverts := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "diverts"]:
+    if redirects := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "redirects"]:
         lines += [
-            f"    if {' or '.join(f'{each} is not None' for each in diverts)}:",
-            f"        diverted(dict(zip(names, ({', '.join(taken)},))), entry)",
+            f"    if {' or '.join(f'{each} is not None' for each in redirects)}:",
+            f"        redirect(dict(zip(names, ({', '.join(taken)},))), entry)",
             "        return",
         ]
     if variants[0].has_operator:
-        refused = [_own(parameter) for parameter in variants[0].arguments if parameter.use == "refused"]
+        refused = [_own(parameter) for parameter in variants[0].arguments if parameter.use == "must_be_none"]
         # What torch dispatches is recorded, which a launch of ours is not.
         name, traced = operators.name_of(variants), "(is_traced() or (modes() and is_recording()))"
         lines += [
@@ -65,14 +65,14 @@ def _body(operation: Operation, calls: str) -> list[str]:
     arguments, operands = ", ".join(own.values()), ", ".join(tensors.values())
     output = tensors[operation.output]
     written = operation.outputs or (operation.output,)
-    refused = [_own(parameter) for parameter in operation.arguments if parameter.use == "refused"]
+    refused = [_own(parameter) for parameter in operation.arguments if parameter.use == "must_be_none"]
     plain = [
         parameter.name
         for parameter in operation.arguments
-        if parameter.use != "refused"
+        if parameter.use != "must_be_none"
         and parameter.name not in (*pairs, *operation.operands.values(), *operation.absent)
     ]
-    added = [parameter.name for parameter in operation.arguments if parameter.use == "added"]  # of one type
+    added = [parameter.name for parameter in operation.arguments if parameter.use == "internal"]  # of one type
     variables = [variable for name in operation.settings for variable in getattr(Settings, name).variables]
     key = [
         *(f"{name}.data_ptr()" for name in tensors.values()),

@@ -279,7 +279,7 @@ def entry(*variants: Operation) -> Callable[..., None]:
         "device_of": _DEVICE_OF,
         "choices": options.current(),
         "environment": environment(),
-        "diverted": variants[0].diverted,
+        "redirect": variants[0].redirect,
         "names": [parameter.name for parameter in variants[0].entry_arguments],
         **{f"calls{index}": Calls(operation, variants) for index, operation in enumerate(variants)},
     }

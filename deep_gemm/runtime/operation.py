@@ -117,16 +117,21 @@ REQUIRED: Any = inspect.Parameter.empty
 class Parameter:
     """An argument of a public function. ``type`` is its annotation; ``keyword``: it is given by keyword only.
 
-    ``use`` says where its value goes. "call": the launch may depend on it. "refused": it must be None in this version.
-    "before": the public function uses it, or it has no effect; the operation never sees it. "added": the public
-    function itself gives it to the operation. "diverts": if it is not None, `Operation.diverted` makes the call.
+    ``use`` says where its value goes:
+
+    - "launch": the operation gets it, and the launch may depend on it.
+    - "must_be_none": the operation refuses every value but None.
+    - "public_only": the public function uses it, or it has no effect. The operation does not get it.
+    - "internal": not a parameter of the public function, which gives it to the operation itself.
+    - "redirects": if it is not None, `Operation.redirect` makes the call.
+
     ``choices``: a text, and no other than these.
     """
 
     name: str
     type: str
     default: Any = REQUIRED
-    use: Literal["call", "refused", "before", "added", "diverts"] = "call"
+    use: Literal["launch", "must_be_none", "public_only", "internal", "redirects"] = "launch"
     keyword: bool = False
     choices: tuple[str, ...] = ()
 
@@ -176,12 +181,12 @@ class Operation(ABC):
     @functools.cached_property
     def arguments(self) -> tuple[Parameter, ...]:
         """The parameters of `check`."""
-        return tuple(parameter for parameter in self.parameters if parameter.use not in ("before", "diverts"))
+        return tuple(parameter for parameter in self.parameters if parameter.use not in ("public_only", "redirects"))
 
     @functools.cached_property
     def entry_arguments(self) -> tuple[Parameter, ...]:
         """The parameters of its entry: see `calls.entry`."""
-        return tuple(parameter for parameter in self.parameters if parameter.use != "before")
+        return tuple(parameter for parameter in self.parameters if parameter.use != "public_only")
 
     @functools.cached_property
     def _defaults(self) -> dict[str, Any]:
@@ -205,10 +210,10 @@ class Operation(ABC):
     def check(self, *arguments: Any, **named: Any) -> Any:
         """The checked operands; None if there is nothing to do. Raises InvalidInputError and UnsupportedError."""
 
-    def diverted(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
-        """Make a call in which a parameter that "diverts" is given. ``arguments`` are all of the entry's, by name, and
-        ``plain`` is the entry itself."""
-        raise NotImplementedError(f"{self.name} has no parameter that diverts a call")
+    def redirect(self, arguments: Mapping[str, Any], plain: Callable[..., None]) -> None:
+        """Make a call in which a parameter whose use is "redirects" is given. ``arguments`` are all of the entry's, by
+        name, and ``plain`` is the entry itself."""
+        raise NotImplementedError(f"{self.name} has no parameter that redirects a call")
 
     def faults(self, x: Any) -> Sequence[Fault]:
         """What may be wrong with values on the device, for operations whose `settings` include "check"."""

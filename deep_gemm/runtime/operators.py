@@ -129,7 +129,7 @@ def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     flat: list[Any] = []
     register(name)
     for parameter, value in zip(variants[0].arguments, arguments, strict=True):
-        if parameter.use != "refused":
+        if parameter.use != "must_be_none":
             flat += value if parameter.type == _PAIR else [value]
     getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
 
@@ -167,7 +167,7 @@ def call_text(variants: Sequence[Operation], own: Callable[[Parameter], str]) ->
 
 
 def _passed(operation: Operation) -> list[Parameter]:
-    return [parameter for parameter in operation.arguments if parameter.use != "refused"]
+    return [parameter for parameter in operation.arguments if parameter.use != "must_be_none"]
 
 
 def _parts(parameter: Parameter) -> list[tuple[str, str]]:
@@ -187,7 +187,7 @@ def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
     """The arguments of an entry from those of its operator. torch leaves out the last ones that have their defaults."""
     rest, found = iter(flat), []
     for parameter in operation.arguments:
-        if parameter.use == "refused":
+        if parameter.use == "must_be_none":
             found.append(parameter.default)
         elif parameter.type == _PAIR:
             found.append((next(rest), next(rest)))
@@ -202,8 +202,8 @@ def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable
     taken, given = list[str](), list[str]()
     namespace: dict[str, Any] = {"entry": entry}
     for index, parameter in enumerate(variants[0].entry_arguments):
-        namespace[f"default{index}"] = None if parameter.use == "diverts" else parameter.default
-        if parameter.use in ("refused", "diverts"):
+        namespace[f"default{index}"] = None if parameter.use == "redirects" else parameter.default
+        if parameter.use in ("must_be_none", "redirects"):
             given.append(f"default{index}")
             continue
         names = [name for name, _ in _parts(parameter)]

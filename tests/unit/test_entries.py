@@ -54,7 +54,7 @@ def test_public_functions_have_the_parameters_that_are_declared(name: str) -> No
             annotation=parameter.type,
         )
         for parameter in FUNCTIONS[name].parameters
-        if parameter.use != "added"
+        if parameter.use != "internal"
         and not (parameter.name == "expected_m_for_psum_layout" and "_nn_" in name)  # DeepGEMM's has none
     ]
     assert list(inspect.signature(getattr(deep_gemm, name)).parameters.values()) == declared
@@ -77,7 +77,7 @@ TYPES = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_schema_for_torch_follows_from_the_parameters(name: str) -> None:
     """A pair is two tensors."""
-    declared = [parameter for parameter in FUNCTIONS[name].parameters if parameter.use == "call"]
+    declared = [parameter for parameter in FUNCTIONS[name].parameters if parameter.use == "launch"]
     defaults = [list(each.default) if isinstance(each.default, tuple) else each.default for each in declared]
     texts = [
         TYPES[each.type].format(each.name) + ("" if default is REQUIRED else f"={default}")
