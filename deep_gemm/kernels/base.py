@@ -73,7 +73,7 @@ class Argument:
         return (self.ctype, value) if isinstance(value, (int, float)) else ("u32s", tuple(value))
 
 
-def parameters(text: str) -> tuple[Argument, ...]:
+def parse_arguments(text: str) -> tuple[Argument, ...]:
     """Arguments from declarations such as ``"u32 m, const u8* input=x"``: type, name, and the operand if it is called
     differently."""
     found = []

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..parts import PARTS, Parts
 from ..spec import AMAX_MIN, GemmSpec, Operand, QuantizeSpec, float_bits
-from .base import Argument, Numbers, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parse_arguments
 
 _FLAGS = {"bf16": "kBf16", "f16": "kF16", "f32": "kF32", "": "kNoBias", False: "false", True: "true"}
 _DECLARED = {
@@ -46,7 +46,7 @@ def arguments(parts: Parts) -> tuple[Argument, ...]:
     found += ["float* sfd, i64 sfd_stride_m, i64 sfd_stride_n, i64 sfd_stride_g"] * bool(parts.cast)
     labels = () if parts.expression is None else parts.expression.labels
     vectors = tuple(Argument(name, "const float*", field=f"vectors[{index}]") for index, name in enumerate(labels))
-    return (parameters(", ".join(found)) if found else ()) + vectors
+    return (parse_arguments(", ".join(found)) if found else ()) + vectors
 
 
 def values(parts: Parts, strides: Strides, numbers: Numbers) -> Mapping[str, Value]:

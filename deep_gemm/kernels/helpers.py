@@ -21,7 +21,7 @@ from ..spec import (
     align,
     ceil_div,
 )
-from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -155,7 +155,7 @@ COPY_ROWS = Helper(
     spec=CopySpec,
     what="it copies matrices",
     config=TileConfig("copy_rows", tile_rows=64, tile_columns=64, num_threads=256),
-    given=parameters(
+    given=parse_arguments(
         "const u16* input=source, u16* output=target, u32 rows, u32 columns, i64 stride_row, i64 stride_column, "
         "u32 padded_columns"
     ),
@@ -169,7 +169,7 @@ TRANSPOSE_BYTES = Helper(
     spec=TransposeBytesSpec,
     what="it transposes matrices of bytes",
     config=TileConfig("transpose_bytes", tile_rows=128, tile_columns=128, num_threads=256),
-    given=parameters("const u8* input=source, u8* output=target, u32 rows, u32 columns, i64 stride"),
+    given=parse_arguments("const u8* input=source, u8* output=target, u32 rows, u32 columns, i64 stride"),
     launched=_transpose_bytes,
     constant_names=("num_threads",),
 )
@@ -180,7 +180,7 @@ TRANSPOSE_SCALES = Helper(
     spec=TransposeSpec,
     what="it transposes float32 matrices",
     config=TileConfig("transpose_scales", tile_rows=64, tile_columns=32, num_threads=256),
-    given=parameters(
+    given=parse_arguments(
         "const float* input=source, float* output=target, u32 rows, u32 columns, i64 stride_row, i64 stride_column, "
         "i64 stride_batch, u32 padded_rows"
     ),
@@ -195,7 +195,7 @@ K_GROUP_MAPS = Helper(
     spec=KGroupMapsSpec,
     what="it makes tensor maps of groups along K",
     config=TileConfig("k_group_maps", tile_rows=1, tile_columns=1, num_threads=32),
-    given=parameters(
+    given=parse_arguments(
         "TensorMap map_a=a, TensorMap map_b=b, const u8* a, const u8* b, u32 m, u32 n, u32 padded_k, u32 row_bytes_a, "
         "u32 row_bytes_b, const int* layout, TensorMap* maps"
     ),
@@ -208,7 +208,7 @@ LOGITS_SCHEDULE = Helper(
     spec=LogitsScheduleSpec,
     what="it makes schedules of paged logits",
     config=TileConfig("paged_mqa_logits_metadata", tile_rows=1, tile_columns=1, num_threads=256),
-    given=parameters("const int* lengths, i64 stride, u32 offset, u32 batch, u32 slots, u32* schedule"),
+    given=parse_arguments("const int* lengths, i64 stride, u32 offset, u32 batch, u32 slots, u32* schedule"),
     launched=_logits_schedule,
     constant_names=("num_threads",),
 )

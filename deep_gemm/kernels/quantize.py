@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
-from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
 
 TILE = 128
 
@@ -128,7 +128,7 @@ class Quantize(Kernel):
             if blocks != "none"
         ]
         head = f"const u8* input=x, i64 input_stride, u32 rows, u32 columns, {gathered}{factors}"
-        return parameters(f"{head}u32 band, u32 epsilon, u32 power_of_two{''.join(outputs)}")
+        return parse_arguments(f"{head}u32 band, u32 epsilon, u32 power_of_two{''.join(outputs)}")
 
     def values(
         self, params: KernelParams, spec: QuantizeSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool

@@ -13,7 +13,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..records import record
 from ..spec import Dtype, RowsSpec, Spec, ceil_div, float_bits
-from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 _TYPES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32", "e4m3": "kTargetE4m3"}
@@ -159,7 +159,7 @@ class Rows(Kernel):
         found.append(f"u8* values{'' if params.output == 'e4m3' else '=out'}, i64 stride")
         if params.output == "e4m3":
             found.append("float* scales, i64 scale_stride_row, i64 scale_stride_column, u32 amax_min, u32 power_of_two")
-        return parameters(", ".join(found))
+        return parse_arguments(", ".join(found))
 
     def values(
         self, params: KernelParams, spec: RowsSpec, strides: Strides, numbers: Numbers, pdl: bool, constant: bool

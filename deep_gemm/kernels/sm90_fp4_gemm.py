@@ -11,7 +11,7 @@ from ..params import Config, KernelParams
 from ..records import record
 from ..spec import Fp4Spec, Spec, align, ceil_div
 from . import groups
-from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
 
 PIECE_ROWS, PIECE_K = 64, 128
 PIECE_BYTES = {False: 4096 + 128, True: 4096 + 256}
@@ -147,7 +147,7 @@ class Fp4(Kernel):
         scales = ", TensorMap map_sfa=sfa" if params.dtype == "e4m3" else ""
         of_groups = ", u32 groups, u32 alignment, const int* layout" if params.grouping != "none" else ", u32 groups"
         own = "" if c.cluster else ", u8* workspace, u32 whole_tiles"
-        return parameters(
+        return parse_arguments(
             f"TensorMap map_a=a{scales}, const u8* packed=b, const float* factors=sfb, u8* d, i64 d_stride, u32 m, "
             f"u32 n, u32 pieces, u32 blocks, u32 early, u32 aligned{of_groups}{own}"
         )

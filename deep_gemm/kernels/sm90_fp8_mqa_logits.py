@@ -8,7 +8,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams
 from ..spec import LogitsSpec, Spec
-from .base import Argument, Numbers, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parse_arguments
 from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsKernel
 
 MAX_PAIRS = 1 << 39
@@ -43,7 +43,7 @@ class PromptLogits(LogitsKernel):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Strides in elements. Columns below ``filled`` are minus infinity where a key is not attended."""
-        return parameters(
+        return parse_arguments(
             "TensorMap map_q=q, TensorMap map_k=keys, const float* scales, const float* weights, i64 weights_stride, "
             "const int* starts, const int* ends, u8* out, i64 out_stride, u32 rows, u32 keys, u32 columns, u32 filled, "
             "u32 compressed"

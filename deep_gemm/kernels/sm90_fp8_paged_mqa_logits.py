@@ -9,7 +9,7 @@ from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams
 from ..spec import Dtype, PagedLogitsSpec, Spec
-from .base import Argument, Numbers, Strides, Value, parameters
+from .base import Argument, Numbers, Strides, Value, parse_arguments
 from .logits import DIMS, HEADS, MAX_ROWS, LogitsConfig, LogitsKernel, tokens_of
 
 
@@ -41,7 +41,7 @@ class PagedLogits(LogitsKernel):
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Strides in elements. The length of a request's token is at lengths[request * lengths_stride + token *
         lengths_step]."""
-        return parameters(
+        return parse_arguments(
             "TensorMap map_q=q, TensorMap map_k=cache, TensorMap map_s=cache, const float* weights, "
             "i64 weights_stride, const int* lengths, u32 lengths_stride, u32 lengths_step, const u32* table, "
             "i64 table_stride, u32 table_width, u32 page_keys, const u32* schedule, u32 batch, u32 next_n, u8* out, "

@@ -10,7 +10,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
 from ..records import record
 from ..spec import PrenormSpec, Spec, ceil_div
-from .base import Argument, Kernel, Numbers, Strides, Value, parameters
+from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
 
 BLOCK_K = PrenormSpec.BLOCK_K
 MAX_STAGES = 12
@@ -91,7 +91,7 @@ class Prenorm(Kernel):
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         """Strides in elements; ``blocks`` of K."""
-        return parameters(
+        return parse_arguments(
             "TensorMap map_a=a, TensorMap map_b=b, float* d, i64 d_split, i64 d_stride, float* sqr_sum, i64 sqr_split, "
             "u32 m, u32 n, u32 blocks"
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 from ...jit.driver.launch import Map
 from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align, ceil_div
-from ..base import Argument, Strides, Value, parameters
+from ..base import Argument, Strides, Value, parse_arguments
 from . import launch
 from .launch import Boxes
 from .loads import left, operand_maps
@@ -39,7 +39,7 @@ class EdgeBoxes(HopperTemplate):
         read, loaded = (tuple(x for x in scales if x.is_value == kind) for kind in (True, False))
         more = range(1, len(segments(params.gemm.block_n)))
         return (
-            *(*launch.front(params), *read, *parameters("u8* d, i64 d_stride"), *launch.maps("map_a")),
+            *(*launch.front(params), *read, *parse_arguments("u8* d, i64 d_stride"), *launch.maps("map_a")),
             *(Argument("map_b", "TensorMap", field=self.field_of_map_b), *loaded, *map_d),
             *(*launch.maps("map_a_last, map_b_last"), *(replace(x, name=f"{x.name}_last") for x in loaded)),
             *(Argument(f"map_b_{index}", "TensorMap", field=f"map_b[{index}]") for index in more),

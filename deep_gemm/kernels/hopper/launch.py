@@ -12,7 +12,7 @@ from ...jit.driver.tensor_map import TensorMapSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from .. import groups
-from ..base import Argument, Numbers, Strides, Value, integers, parameters
+from ..base import Argument, Numbers, Strides, Value, integers, parse_arguments
 from ..raster import Raster, divisor, raster
 from ..template import BYTES, Grid
 from .loads import early_stages, evict_first, l2_promotion, operand_maps
@@ -26,9 +26,13 @@ Boxes: TypeAlias = Callable[[int], TensorMapSpec]
 
 SCALE_PARAMETERS = {
     "none": (),
-    "1d1d": parameters("TensorMap map_scale_a, TensorMap map_scale_b"),
-    "1d2d": parameters("const float* scale_b=sfb, i64 scale_b_stride_n, i64 scale_b_stride_k, TensorMap map_scale_a"),
-    "rowwise": parameters("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb, i64 scale_b_stride"),
+    "1d1d": parse_arguments("TensorMap map_scale_a, TensorMap map_scale_b"),
+    "1d2d": parse_arguments(
+        "const float* scale_b=sfb, i64 scale_b_stride_n, i64 scale_b_stride_k, TensorMap map_scale_a"
+    ),
+    "rowwise": parse_arguments(
+        "const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb, i64 scale_b_stride"
+    ),
 }
 """TMA loads scales of 1x128. Threads read all others, with a stride of zero where all rows share one scale."""
 
@@ -51,31 +55,31 @@ def arguments(params: KernelParams, rules: HopperTemplate) -> tuple[Argument, ..
     p = params
     scales, map_d = SCALE_PARAMETERS[p.scaling], maps("map_d") if rules.has_map_d(p) else ()
     reads = p.accumulate == "reads"
-    c = parameters("const u8* c, i64 c_stride") if reads else ()
+    c = parse_arguments("const u8* c, i64 c_stride") if reads else ()
     in_memory = p.grouping == "k" and p.dtype == "e4m3"
     operands, lasts = ((), ()) if in_memory else (maps("map_a, map_b"), maps("map_a_last, map_b_last"))
-    found = (*front(p), *parameters("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
+    found = (*front(p), *parse_arguments("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
     if rules.rows_of_last_map_d(p.gemm):
         found += maps("map_d_last")
     if p.grouping == "k":
-        found += parameters("u32 groups, const int* layout")
-        found += parameters("const TensorMap* maps") if in_memory else ()
+        found += parse_arguments("u32 groups, const int* layout")
+        found += parse_arguments("const TensorMap* maps") if in_memory else ()
     if p.grouping in ("k", "batched"):
-        found += parameters("i64 d_stride_g") + (parameters("i64 c_stride_g") if reads else ())
+        found += parse_arguments("i64 d_stride_g") + (parse_arguments("i64 c_stride_g") if reads else ())
     elif p.grouping in groups.WITH_TABLE:
-        found += parameters("u32 groups, u32 alignment, const int* layout")
+        found += parse_arguments("u32 groups, u32 alignment, const int* layout")
     if p.scaling == "1d2d" and p.grouping in ("batched", *groups.ALONG_M):
-        found += parameters("i64 scale_b_stride_g")
+        found += parse_arguments("i64 scale_b_stride_g")
     if p.gemm.parts:
-        found += parameters("u8* memory")
-    return found + (parameters("HeadColumns heads") if p.grouping == "heads" else ())
+        found += parse_arguments("u8* memory")
+    return found + (parse_arguments("HeadColumns heads") if p.grouping == "heads" else ())
 
 
 def front(params: KernelParams) -> tuple[Argument, ...]:
     """The first parameters of all kernels."""
     order = _RASTERS.get(params.grouping, "GroupRaster")
     head = f"u32 m, u32 n, u32 k, u32 last_rows, u32 last_columns, u32 early_stages, {order} raster, "
-    return parameters(f"{head}u32 evict_first")
+    return parse_arguments(f"{head}u32 evict_first")
 
 
 def maps(names: str) -> tuple[Argument, ...]:
