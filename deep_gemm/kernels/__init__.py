@@ -17,20 +17,20 @@ from ..spec import GemmSpec, Spec
 from .other_families import OTHERS
 
 if TYPE_CHECKING:
-    from .base import Kernel
+    from .base import KernelFamily
     from .gemm import GemmFamily
 
-KernelT = TypeVar("KernelT", bound="Kernel")
+KernelT = TypeVar("KernelT", bound="KernelFamily")
 
 
 @functools.lru_cache(maxsize=1)
-def registry() -> Mapping[str, Kernel]:
+def registry() -> Mapping[str, KernelFamily]:
     """Every kernel family by name."""
     return MappingProxyType({**gemms(), **_others()})
 
 
 @functools.cache
-def get(name: str) -> Kernel:
+def get(name: str) -> KernelFamily:
     """The kernel family called ``name``; KeyError if there is none."""
     others = [of for of, (known, *_) in OTHERS.items() if known == name]
     return _other(others[0]) if others else gemms()[name]
@@ -49,15 +49,15 @@ def gemms() -> Mapping[str, GemmFamily]:
     return {family.name: family for family in GEMMS}
 
 
-def _others() -> Mapping[str, Kernel]:
+def _others() -> Mapping[str, KernelFamily]:
     return {family.name: family for family in map(_other, OTHERS)}
 
 
 @functools.cache
-def _other(of: type) -> Kernel:
+def _other(of: type) -> KernelFamily:
     """The family that computes specs of this type."""
     _, module, name = OTHERS[of]
-    found: Kernel = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    found: KernelFamily = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return found
 
 
@@ -70,7 +70,7 @@ def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     return [family for family in likely if _reason(family, spec, arch) is None] or _able(every, spec, arch)
 
 
-def for_helper(spec: Spec, arch: ArchSpec) -> Kernel:
+def for_helper(spec: Spec, arch: ArchSpec) -> KernelFamily:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
     of: type = type(spec)
     own = _other(of)
@@ -95,7 +95,7 @@ def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> lis
     raise UnsupportedError(f"There is no kernel for {spec}. {' '.join(listed)}")
 
 
-def _reason(family: Kernel, spec: Spec, arch: ArchSpec | None) -> str | None:
+def _reason(family: KernelFamily, spec: Spec, arch: ArchSpec | None) -> str | None:
     """Why ``family`` cannot compute ``spec`` on ``arch``, as a sentence, or None if it can."""
     if arch is not None and arch.name not in family.archs:
         return f"it is built for {', '.join(family.archs)}, not for {arch.name}"

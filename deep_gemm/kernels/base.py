@@ -91,7 +91,7 @@ class LaunchPlan:
     parameters: tuple[Parameter, ...]
 
 
-class Kernel(ABC):
+class KernelFamily(ABC):
     """One kernel family: a template, and the Python code that knows its legal configs.
 
     Discovery, selection, the compile tests, the GPU accuracy tests and precompilation follow from an instance in

@@ -19,7 +19,7 @@ from ..parts import MATRICES, Parts, parse
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, groups
-from .base import Argument, Kernel, Numbers, Strides, Value
+from .base import Argument, KernelFamily, Numbers, Strides, Value
 from .features import Features
 from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
@@ -43,7 +43,7 @@ def _none(spec: GemmSpec) -> None:
 
 
 @record(frozen=True, eq=False)
-class GemmFamily(Kernel):
+class GemmFamily(KernelFamily):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
     It is built for ``archs``. It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in
@@ -265,7 +265,7 @@ class GemmFamily(Kernel):
         return serving + varied + finished
 
     def default_cases(self) -> list[KernelParams]:
-        """None of its own: see `Kernel.default_cases`."""
+        """None of its own: see `KernelFamily.default_cases`."""
         return []
 
     def post_pass(self, params: KernelParams) -> PostPass | None:

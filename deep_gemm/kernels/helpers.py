@@ -21,13 +21,13 @@ from ..spec import (
     align,
     ceil_div,
 )
-from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
+from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 Grid: TypeAlias = tuple[int, int, int]
 
 
 @record(frozen=True)
-class Helper(Kernel):
+class Helper(KernelFamily):
     """A kernel with one config and static shared memory."""
 
     name: str

@@ -10,7 +10,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
 from ..records import record
 from ..spec import LogitsSpec, PagedLogitsSpec, align, ceil_div
-from .base import Kernel
+from .base import KernelFamily
 
 HEADS, DIMS = (64, 32), (128, 64, 32)
 OUTPUTS = ("f32", "bf16")
@@ -55,7 +55,7 @@ class LogitsConfig(Config):
         return {2: (56, 224), 3: (80, 144), 4: (64, 104)}[self.num_consumers]
 
 
-class LogitsKernel(Kernel):
+class LogitsKernel(KernelFamily):
     """The base class of kernels for logits."""
 
     template = "sm90_fp8_mqa_logits.cu.jinja"

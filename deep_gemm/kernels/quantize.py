@@ -10,7 +10,7 @@ from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
-from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
+from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 TILE = 128
 
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     factors: bool
 
 
-class Quantize(Kernel):
+class Quantize(KernelFamily):
     """See ``templates/include/quantize_rows.cuh`` and ``quantize_tile.cuh``."""
 
     name = "quantize"
@@ -93,7 +93,7 @@ class Quantize(Kernel):
         return ROWS_OF_FLOATS if floats else TILES
 
     def params(self, spec: QuantizeSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
-        """See `Kernel.params`. Adds the input's type and the outputs."""
+        """See `KernelFamily.params`. Adds the input's type and the outputs."""
         variant = Variant(spec.plain, spec.transposed, spec.gated, spec.source_rows is not None, spec.factors)
         return KernelParams(self.name, arch.name, config, dtype=spec.dtype, options=tuple(variant))
 

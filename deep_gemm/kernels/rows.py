@@ -13,7 +13,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..records import record
 from ..spec import Dtype, RowsSpec, Spec, ceil_div, float_bits
-from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
+from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 _TYPES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32", "e4m3": "kTargetE4m3"}
@@ -91,7 +91,7 @@ order of sums."""
 PARTS_OF_FEW_ROWS, PARTS = _config(1, 1024), _config(1, 2048)
 
 
-class Rows(Kernel):
+class Rows(KernelFamily):
     """See ``templates/include/rows.cuh``."""
 
     name = "rows"
@@ -120,7 +120,7 @@ class Rows(Kernel):
         return narrow[0] if narrow else PARTS_OF_FEW_ROWS if is_few else PARTS
 
     def params(self, spec: RowsSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
-        """See `Kernel.params`. Its options are the function, its form, and the optional operands."""
+        """See `KernelFamily.params`. Its options are the function, its form, and the optional operands."""
         return KernelParams(
             self.name,
             arch.name,

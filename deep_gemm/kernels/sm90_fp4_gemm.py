@@ -11,7 +11,7 @@ from ..params import Config, KernelParams
 from ..records import record
 from ..spec import Fp4Spec, Spec, align, ceil_div
 from . import groups
-from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
+from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 PIECE_ROWS, PIECE_K = 64, 128
 PIECE_BYTES = {False: 4096 + 128, True: 4096 + 256}
@@ -79,7 +79,7 @@ def split(tokens: int, cluster: int) -> Fp4Config:
     return Fp4Config(Fp4.name, tokens, 2, 3 if cluster > 1 and tokens <= 16 else 2, cluster)
 
 
-class Fp4(Kernel):
+class Fp4(KernelFamily):
     """See ``templates/include/fp4_gemm.cuh`` and ``fp4_split.cuh``."""
 
     name = "sm90_fp4_gemm"
@@ -123,7 +123,7 @@ class Fp4(Kernel):
         return stream(tokens, narrow=few and spec.dtype == "e4m3" and not spec.absolute)
 
     def params(self, spec: Fp4Spec, config: Fp4Config, arch: ArchSpec) -> KernelParams:
-        """See `Kernel.params`."""
+        """See `KernelFamily.params`."""
         return KernelParams(
             kernel=self.name,
             arch=arch.name,

@@ -10,7 +10,7 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
 from ..records import record
 from ..spec import PrenormSpec, Spec, ceil_div
-from .base import Argument, Kernel, Numbers, Strides, Value, parse_arguments
+from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 BLOCK_K = PrenormSpec.BLOCK_K
 MAX_STAGES = 12
@@ -45,7 +45,7 @@ class PrenormConfig(Config):
         return self.warps * 16 // self.rows
 
 
-class Prenorm(Kernel):
+class Prenorm(KernelFamily):
     """See ``templates/include/prenorm.cuh``."""
 
     name = "sm90_tf32_hc_prenorm_gemm"
@@ -80,7 +80,7 @@ class Prenorm(Kernel):
         return max(self.configs(arch, spec.n), key=busy)
 
     def params(self, spec: PrenormSpec, config: PrenormConfig, arch: ArchSpec) -> KernelParams:
-        """See `Kernel.params`."""
+        """See `KernelFamily.params`."""
         return KernelParams(self.name, arch.name, config)
 
     def typed(self, params: KernelParams) -> PrenormConfig:

@@ -28,7 +28,7 @@ from deep_gemm.jit.driver.module import Function, load_function, primary_context
 from deep_gemm.jit.generator import render
 from deep_gemm.jit.render_key import render_key
 from deep_gemm.kernels import epilogues
-from deep_gemm.kernels.base import NO_NUMBERS, Kernel, LaunchPlan, Numbers, Strides
+from deep_gemm.kernels.base import NO_NUMBERS, KernelFamily, LaunchPlan, Numbers, Strides
 from deep_gemm.log import say
 from deep_gemm.params import Config, KernelParams
 from deep_gemm.records import record
@@ -66,7 +66,7 @@ class Plan:
     function: Function
 
     @property
-    def kernel(self) -> Kernel:
+    def kernel(self) -> KernelFamily:
         """Its family."""
         return kernels.get(self.params.kernel)
 
@@ -81,7 +81,7 @@ class Plan:
         return self.function.symbol
 
     def launch(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
-        """Launch shape and parameters for operands with ``strides``; see `Kernel.launch`."""
+        """Launch shape and parameters for operands with ``strides``; see `KernelFamily.launch`."""
         return self.kernel.launch(self.params, self.spec, strides, pdl, constant, numbers)
 
 

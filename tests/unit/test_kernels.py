@@ -16,7 +16,7 @@ from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM80, SM90
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.jit.generator import variables
-from deep_gemm.kernels.base import Kernel
+from deep_gemm.kernels.base import KernelFamily
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import SCALINGS, GemmFamily
 from deep_gemm.kernels.helpers import COPY_ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCALES
@@ -116,14 +116,14 @@ def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.Monke
 
 
 @of_all
-def test_templates_use_exactly_the_declared_fields(family: Kernel) -> None:
+def test_templates_use_exactly_the_declared_fields(family: KernelFamily) -> None:
     used = variables(family.template)
     for params in family.cases():
         assert family.fields(params).keys() == used
 
 
 @of_all
-def test_cases_hold_every_config_that_calls_choose(family: Kernel) -> None:
+def test_cases_hold_every_config_that_calls_choose(family: KernelFamily) -> None:
     """Tests compile and run them."""
     serving, cases = family.configs(SM90), family.cases()
     assert len(serving) == len(set(serving)) > 0
