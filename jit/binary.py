@@ -12,7 +12,7 @@ from typing import Any
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.cache.entry import SOURCE, Address, Entry
-from deep_gemm.jit.cache.packable import ARCH, NAME, Kernel, Packable, packable
+from deep_gemm.jit.cache.packable import ARCH, NAME, Packable, PackedKernel, packable
 from deep_gemm.jit.resources import Resources, seconds_from_json, shown
 from deep_gemm.records import record
 
@@ -133,7 +133,7 @@ def decode(data: bytes) -> Binary:
     return Binary(**texts, layer=layer, cubin=cubin, resources=resources, source_path=None, seconds=seconds)
 
 
-def of_kernel(kernel: Kernel, cubin: bytes, start: float) -> Binary:
+def of_kernel(kernel: PackedKernel, cubin: bytes, start: float) -> Binary:
     """A kernel of a pack; `start` is when the lookup began."""
     seconds = {**kernel.seconds, "lookup": time.perf_counter() - start}
     return Binary(

@@ -24,7 +24,7 @@ from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, Uns
 from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import write as write_pack
-from deep_gemm.jit.cache.packable import Kernel
+from deep_gemm.jit.cache.packable import PackedKernel
 from deep_gemm.kernels.rows import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
@@ -272,7 +272,7 @@ def work_of(
     return choose(shapes, arch, num_sms, layers=found.layers, fused=fused)
 
 
-def pack(summary: Summary, path: Path) -> list[Kernel]:
+def pack(summary: Summary, path: Path) -> list[PackedKernel]:
     """Write all kernels of `summary` to the pack `path`, whole or not at all, and return what it holds. Raises
     InvalidInputError if one failed, there is none, or the file cannot be written."""
     if summary.failed:

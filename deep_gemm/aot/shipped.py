@@ -24,7 +24,7 @@ from deep_gemm.errors import CompilerNotFoundError, InvalidInputError, Unsupport
 from deep_gemm.jit.binary import packed
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.cache import solid_writer
-from deep_gemm.jit.cache.packable import Kernel, Packable
+from deep_gemm.jit.cache.packable import Packable, PackedKernel
 from deep_gemm.jit.compilers import Found, Nvrtc, find_all
 from deep_gemm.kernels import groups
 from deep_gemm.kernels.gemm import GemmFamily
@@ -102,7 +102,7 @@ def write(
     root: Path | None = None,
     jobs: int | None = None,
     progress: Progress | None = None,
-) -> list[Kernel]:
+) -> list[PackedKernel]:
     """Compile the kernels ``found``, all that ship by default, and write them to the pack ``path``; returns what it
     holds. The same sources and the same build of NVRTC give the same bytes, whatever the settings of this process.
 

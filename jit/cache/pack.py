@@ -24,7 +24,7 @@ from pathlib import Path
 
 from deep_gemm.jit.cache import files, solid
 from deep_gemm.jit.cache.archive import BLOCK, archive_size, header, padded
-from deep_gemm.jit.cache.packable import Kernel, Packable, summary, version_of
+from deep_gemm.jit.cache.packable import Packable, PackedKernel, summary, version_of
 from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
@@ -46,7 +46,7 @@ class Pack:
 
     path: Path
     version: str
-    kernels: Mapping[str, Kernel]
+    kernels: Mapping[str, PackedKernel]
     offsets: Mapping[str, int]
 
     @property
@@ -59,16 +59,16 @@ class Pack:
         """The size of all cubins together."""
         return sum(kernel.cubin_bytes for kernel in self.kernels.values())
 
-    def find(self, source_key: str) -> Kernel | None:
+    def find(self, source_key: str) -> PackedKernel | None:
         """The kernel with this source key, or None."""
         return self.kernels.get(source_key)
 
-    def rendered(self, render_key: str) -> Kernel | None:
+    def rendered(self, render_key: str) -> PackedKernel | None:
         """The first kernel whose source was rendered from what has this key, or None."""
         return self._rendered.get(render_key)
 
     @cached_property
-    def _rendered(self) -> dict[str, Kernel]:
+    def _rendered(self) -> dict[str, PackedKernel]:
         return {kernel.render_key: kernel for kernel in reversed(list(self.kernels.values())) if kernel.render_key}
 
     def cubin(self, source_key: str) -> bytes:
@@ -124,7 +124,7 @@ def read(path: Path, trust: bool = False) -> Pack | SolidPack:
         if body.get("schema") != SCHEMA:
             raise ValueError(f"its keys are of schema {shown(body.get('schema'))}, and those here are of {SCHEMA}")
         version = version_of(body)
-        listed = [Kernel.from_json(item) for item in body["kernels"]]
+        listed = [PackedKernel.from_json(item) for item in body["kernels"]]
     except RecursionError as error:
         raise ValueError(f"{MANIFEST} is nested too deeply") from error
     except (KeyError, TypeError, AttributeError) as error:
@@ -174,7 +174,7 @@ def problems(path: Path) -> list[str]:
     return found
 
 
-def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
+def write(path: Path, contents: Iterable[Packable]) -> list[PackedKernel]:
     """Write a pack, whole or not at all, and return what it holds. The same kernels give the same bytes.
 
     Of two with one source key the first is kept. Raises OSError, and ValueError if there are too many kernels for one
@@ -198,7 +198,7 @@ def write(path: Path, contents: Iterable[Packable]) -> list[Kernel]:
     return listed
 
 
-def _encode(listed: list[Kernel]) -> bytes:
+def _encode(listed: list[PackedKernel]) -> bytes:
     kernels = [kernel.to_json() for kernel in listed]
     body = {"format": FORMAT, "kernels": kernels, **summary(listed)}
     return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

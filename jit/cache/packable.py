@@ -24,7 +24,7 @@ _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
 
 
 @record(frozen=True)
-class Kernel:
+class PackedKernel:
     """One kernel as a manifest describes it. `cuda` is the toolkit's version such as "12.9", `key` the one with the
     compiler; sizes are in bytes; `meta` is what was stored beside the kernel, plain JSON. `render_key` identifies what
     its source was rendered from; it is empty if that is not known."""
@@ -59,7 +59,7 @@ class Kernel:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Kernel:
+    def from_json(cls, data: Mapping[str, Any]) -> PackedKernel:
         """Raises ValueError for what `to_json` did not write."""
         texts: dict[str, Any] = {name: data.get(name) for name in _TEXTS}
         for name, pattern in _TEXTS.items():
@@ -103,7 +103,7 @@ _SIZES = ("cubin_bytes", "source_bytes")
 class Packable:
     """A kernel with its bytes: `cubin`, and `source` as it was rendered."""
 
-    kernel: Kernel
+    kernel: PackedKernel
     cubin: bytes
     source: bytes
 
@@ -125,7 +125,7 @@ def packable(
 ) -> Packable:
     """A kernel for a pack. Raises ValueError for a field that a manifest cannot have, and for what is not plain
     JSON."""
-    kernel = Kernel(
+    kernel = PackedKernel(
         name=name,
         arch=arch,
         source_key=source_key,
@@ -144,13 +144,13 @@ def packable(
     try:
         if not cubin:
             raise ValueError("its cubin is empty")
-        kernel = Kernel.from_json(json.loads(json.dumps(kernel.to_json(), allow_nan=False)))
+        kernel = PackedKernel.from_json(json.loads(json.dumps(kernel.to_json(), allow_nan=False)))
     except (TypeError, RecursionError) as error:
         raise ValueError(f"{name} cannot be described as JSON: {error!r}") from error
     return Packable(kernel, cubin, source)
 
 
-def summary(listed: Iterable[Kernel]) -> dict[str, Any]:
+def summary(listed: Iterable[PackedKernel]) -> dict[str, Any]:
     """What the head of a pack says of all its kernels: the version of this package, for people to read, the schema of
     their keys, which decide what the pack can serve, and their targets, toolkits and compilers."""
     kernels = list(listed)

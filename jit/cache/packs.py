@@ -14,7 +14,7 @@ from deep_gemm import errors
 from deep_gemm.jit.cache import pack as packs
 from deep_gemm.jit.cache.files import absolute, resolved
 from deep_gemm.jit.cache.pack import Pack
-from deep_gemm.jit.cache.packable import Kernel
+from deep_gemm.jit.cache.packable import PackedKernel
 from deep_gemm.jit.cache.solid import SolidPack
 from deep_gemm.jit.driver.version import driver_release
 from deep_gemm.jit.forking import ForkLock
@@ -79,7 +79,9 @@ class Packs:
             found.setdefault(resolved(one.path), one)
         return tuple(found.values())
 
-    def get(self, source_key: str, name: str, arch: str, setting: Setting | None = None) -> tuple[Kernel, bytes] | None:
+    def get(
+        self, source_key: str, name: str, arch: str, setting: Setting | None = None
+    ) -> tuple[PackedKernel, bytes] | None:
         """The first kernel of this key that the driver here can load, with its verified cubin, or None. `setting` is
         the current one, if the caller has it already."""
         looked_up = self._get(source_key, name, arch, setting or self.setting)
@@ -90,7 +92,7 @@ class Packs:
         looked_up = self._get(source_key, name, arch, self.setting)
         return looked_up and looked_up[0]
 
-    def _get(self, source_key: str, name: str, arch: str, setting: Setting) -> tuple[Found, Kernel, bytes] | None:
+    def _get(self, source_key: str, name: str, arch: str, setting: Setting) -> tuple[Found, PackedKernel, bytes] | None:
         for found in self._asked(setting):
             kernel = None
             try:
@@ -135,7 +137,7 @@ class Packs:
         return opened
 
 
-def _is_loadable(found: Found, kernel: Kernel) -> bool:
+def _is_loadable(found: Found, kernel: PackedKernel) -> bool:
     """Whether the driver here can load a kernel. If not, one warning says so."""
     release = driver_release()
     if release is None or kernel.toolkit[0] <= release[0]:
@@ -148,7 +150,7 @@ def _is_loadable(found: Found, kernel: Kernel) -> bool:
     return False
 
 
-def _warn(found: Found, kernel: Kernel | None, error: Exception) -> None:
+def _warn(found: Found, kernel: PackedKernel | None, error: Exception) -> None:
     which = f"The kernel {kernel.name}" if kernel is not None else "A kernel"
     message = f"{which} in the pack {found.path} is not used: {error}."
     warn_once(f"pack-kernel:{found.path}:{kernel.source_key if kernel is not None else error}", message)

@@ -12,7 +12,7 @@ stored once. So a kernel takes 1 to 4 KB instead of its 25 to 50, and one is unp
                                 how many bytes of that one's stream its own begins with, and its stream's SHA-256
     streams                     LZMA, without what they share with the stream before: sizes, cubin, source, description
 
-Descriptions are those of a manifest (`pack.Kernel`) without what can be counted. Both keys of a kernel, that of its
+Descriptions are those of a manifest (`PackedKernel`) without what can be counted. Both keys of a kernel, that of its
 source and that of what the source is rendered from, are in the table. Nothing is taken from a file before its SHA-256
 was compared.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.jit.cache import files
-from deep_gemm.jit.cache.packable import Kernel, Packable, version_of
+from deep_gemm.jit.cache.packable import Packable, PackedKernel, version_of
 from deep_gemm.jit.forking import late
 from deep_gemm.jit.key import SCHEMA
 from deep_gemm.jit.resources import shown
@@ -74,16 +74,16 @@ class SolidPack:
         self._unpacked = functools.lru_cache(maxsize=_UNPACKED_AT_ONCE)(self._unpack)
 
     @property
-    def kernels(self) -> dict[str, Kernel]:
+    def kernels(self) -> dict[str, PackedKernel]:
         """Every kernel by its source key. All are unpacked for it."""
         every = [self._unpack(number).kernel for number in range(self.count)]
         return {kernel.source_key: kernel for kernel in every}
 
-    def find(self, source_key: str) -> Kernel | None:
+    def find(self, source_key: str) -> PackedKernel | None:
         """The kernel with this source key, or None."""
         return next((one.kernel for one in self._at(source_key) if one.kernel.source_key == source_key), None)
 
-    def rendered(self, render_key: str) -> Kernel | None:
+    def rendered(self, render_key: str) -> PackedKernel | None:
         """The kernel whose source was rendered from what has this key, or None."""
         return next((one.kernel for one in self._at(render_key) if one.kernel.render_key == render_key), None)
 
@@ -167,7 +167,7 @@ class SolidPack:
         return _read_content(_decompressed(stream, sum(place[2] for place in chain))[-chain[-1][2] :])
 
 
-def key_table(kernels: Iterable[Kernel]) -> bytes:
+def key_table(kernels: Iterable[PackedKernel]) -> bytes:
     """The kernels' numbers by key, sorted."""
     found = set()
     for number, kernel in enumerate(kernels):
@@ -212,7 +212,9 @@ def _read_content(content: bytes) -> Packable:
     cubin, source, text = parts
     counted = (len(cubin), len(source), hashlib.sha256(cubin).hexdigest(), hashlib.sha256(source).hexdigest())
     try:
-        return Packable(Kernel.from_json(json.loads(text) | dict(zip(COUNTED, counted, strict=True))), cubin, source)
+        return Packable(
+            PackedKernel.from_json(json.loads(text) | dict(zip(COUNTED, counted, strict=True))), cubin, source
+        )
     except (AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"the description of a kernel is none ({error!r})") from error
 

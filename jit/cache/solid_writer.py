@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from deep_gemm.jit.cache import files, likeness, solid
-from deep_gemm.jit.cache.packable import Kernel, Packable, summary
+from deep_gemm.jit.cache.packable import Packable, PackedKernel, summary
 
 _AHEAD = bytes(4096)
 """After each kernel. LZMA's encoder looks so far ahead: what it writes before them does not depend on what follows."""
 
 
-def write(path: Path, families: Iterable[Sequence[Packable]]) -> list[Kernel]:
+def write(path: Path, families: Iterable[Sequence[Packable]]) -> list[PackedKernel]:
     """Write a solid pack, whole or not at all, and return what it holds. Only kernels of one of the `families` are
     compressed after each other. The same families give the same bytes: how long kernels took to compile is left out.
     Raises OSError, and ValueError for kernels with one key."""

@@ -16,7 +16,7 @@ from deep_gemm.jit.cache.disk import DiskCache
 from deep_gemm.jit.cache.entry import Address, Entry
 from deep_gemm.jit.cache.files import resolved
 from deep_gemm.jit.cache.maintenance import _address, _times_kept
-from deep_gemm.jit.cache.packable import Kernel, Packable, packable
+from deep_gemm.jit.cache.packable import Packable, PackedKernel, packable
 from deep_gemm.jit.cache.root import root_problem
 
 Progress = Callable[[int, int], None]
@@ -220,7 +220,7 @@ def _copy(one: _Stored, disk: DiskCache) -> Item:
     return Item(one.origin, one.address.name, "taken")
 
 
-def _meta(kernel: Kernel) -> dict[str, Any]:
+def _meta(kernel: PackedKernel) -> dict[str, Any]:
     return {
         "compiler": kernel.compiler,
         "source_key": kernel.source_key,
