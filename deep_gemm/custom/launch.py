@@ -14,7 +14,7 @@ from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import ADDRESS_ALIGNMENT, TensorMapSpec
 from ..spec import align
 from ..tensors import check_tensor
-from .parameters import ELEMENTS, MAP_ELEMENTS, Declared, Parameter
+from .parameters import ELEMENTS, MAP_ELEMENTS, Declared, KernelParameter
 
 Size = int | tuple[int, ...]
 
@@ -158,9 +158,9 @@ def checked_values(
     return found
 
 
-def _map(kernel: str, parameter: Parameter, value: Any, tensor: Tensor) -> Any:
+def _map(kernel: str, parameter: KernelParameter, value: Any, tensor: Tensor) -> Any:
     if not isinstance(value, TileMap):
-        return value  # `Parameter.check` refuses it
+        return value  # `KernelParameter.check` refuses it
     where = f"{parameter.name} of {kernel}"
     if value.address != tensor.data_ptr() or value.spec.dtype != _DTYPES[tensor.dtype]:
         raise InvalidInputError(

@@ -42,7 +42,7 @@ _DECLARATION = re.compile(
 
 
 @dataclass(frozen=True)
-class Parameter:
+class KernelParameter:
     """A pointer to a tensor, a tensor map of one, or a number. ``operand`` is the tensor's name, or empty for a
     number."""
 
@@ -57,7 +57,7 @@ class Parameter:
         return self.argument.name
 
     @classmethod
-    def parse(cls, kernel: str, name: str, text: object) -> Parameter:
+    def parse(cls, kernel: str, name: str, text: object) -> KernelParameter:
         """Parse a declaration such as ``"const f32*"``. Raises InvalidInputError."""
         match = _DECLARATION.fullmatch(text) if isinstance(text, str) else None
         element = match and (match["element"] or match["mapped"] or match["number"])
@@ -121,7 +121,7 @@ class Declared:
     """The parameters of a kernel, and of the function that launches it."""
 
     kernel: str
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[KernelParameter, ...]
     arguments: tuple[str, ...]
     """The function's arguments, in order."""
     tensors: Mapping[str, str]
@@ -152,7 +152,7 @@ def declare(kernel: str, parameters: object, signature: inspect.Signature) -> De
             f"parameters of {kernel} must be a dictionary of names and types, such as {{'out': 'f32*', 'n': 'u32'}}, "
             f"but it is {parameters!r}."
         )
-    found = tuple(Parameter.parse(kernel, str(name), text) for name, text in parameters.items())
+    found = tuple(KernelParameter.parse(kernel, str(name), text) for name, text in parameters.items())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     arguments = tuple(signature.parameters)
     for name, argument in signature.parameters.items():
