@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
-from ..jit.driver.launch import NUMBERS, LaunchShape, Map, Parameter, Pointer
+from ..jit.driver.launch import NUMBERS, LaunchArgument, LaunchShape, Map, Pointer
 from ..params import Config, KernelParams
 from ..records import record
 from ..spec import Spec
@@ -62,7 +62,7 @@ class Argument:
         """The statement that assigns it to its field of the device code's struct ``arguments``."""
         return f"arguments.{self.field or self.name} = {'' if self.is_value else '&'}{self.name};"
 
-    def pack(self, value: Value) -> Parameter:
+    def pack(self, value: Value) -> LaunchArgument:
         """``value`` as the launch record takes it."""
         if self.ctype.endswith("*"):
             return Pointer(self.operand or self.name)
@@ -88,7 +88,7 @@ class LaunchPlan:
     """Grid, cluster and shared memory of one launch, and its parameters in order, without the operands' addresses."""
 
     shape: LaunchShape
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[LaunchArgument, ...]
 
 
 class KernelFamily(ABC):

@@ -34,7 +34,7 @@ class Map(NamedTuple):
 Arg: TypeAlias = bytes | tuple[str, int | float | tuple[int, ...]]
 
 # A parameter whose operand addresses are not filled in yet.
-Parameter: TypeAlias = Arg | Pointer | Map
+LaunchArgument: TypeAlias = Arg | Pointer | Map
 
 _Places: TypeAlias = tuple[list[ctypes.c_uint64], list[tuple[Any, int]]]
 
@@ -94,7 +94,7 @@ class Launch:
         function: Function,
         shape: LaunchShape,
         stream: int,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[LaunchArgument],
         addresses: Mapping[str, int] | None = None,
     ) -> None:
         addresses = addresses or {}
@@ -182,7 +182,7 @@ class Launch:
         return found
 
 
-def placed(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[Arg]:
+def placed(parameters: Sequence[LaunchArgument], addresses: Mapping[str, int]) -> list[Arg]:
     """The parameters with `addresses`, given by operand, filled in. Raises InvalidInputError for an operand that has
     none."""
     try:

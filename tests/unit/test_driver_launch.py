@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from launches import AT, CONFIGS, Geometry, geometries, plan_of, suited
 
 from deep_gemm.errors import DriverError, InvalidInputError
-from deep_gemm.jit.driver.launch import Launch, LaunchShape, Map, Parameter, Pointer, placed
+from deep_gemm.jit.driver.launch import Launch, LaunchArgument, LaunchShape, Map, Pointer, placed
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.driver.tensor_map import SIZE, TensorMapSpec
 
@@ -209,7 +209,7 @@ def maps(driver: FakeDriver) -> Iterator[Maps]:
         yield fake
 
 
-def values(parameters: Sequence[Parameter], pointers: int) -> list[bytes]:
+def values(parameters: Sequence[LaunchArgument], pointers: int) -> list[bytes]:
     """The arguments as the driver would read them."""
     sizes = [
         SIZE if isinstance(p, (Map, bytes)) else 8 if isinstance(p, Pointer) else len(packed(p)) for p in parameters
@@ -225,7 +225,7 @@ def packed(argument: Any) -> bytes:
     return int(value).to_bytes({"u32": 4, "i32": 4, "ptr": 8, "i64": 8}[kind], "little", signed=kind[0] == "i")
 
 
-def wanted(parameters: Sequence[Parameter], addresses: Mapping[str, int]) -> list[bytes]:
+def wanted(parameters: Sequence[LaunchArgument], addresses: Mapping[str, int]) -> list[bytes]:
     found = placed(parameters, addresses)
     return [argument if isinstance(argument, bytes) else packed(argument) for argument in found]
 
@@ -250,7 +250,14 @@ def test_a_patched_launch_is_a_new_one(
         assert values(plan.parameters, pointers) == wanted(plan.parameters, addresses)
 
 
-PARAMETERS: list[Parameter] = [("u32", 5), Pointer("a"), Map(SPEC, "a"), Map(SPEC, "b"), Pointer("d"), Map(SPEC, "a")]
+PARAMETERS: list[LaunchArgument] = [
+    ("u32", 5),
+    Pointer("a"),
+    Map(SPEC, "a"),
+    Map(SPEC, "b"),
+    Pointer("d"),
+    Map(SPEC, "a"),
+]
 FIRST = {"a": 0x100, "b": 0x200, "d": 0x300}
 
 
