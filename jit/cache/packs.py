@@ -31,7 +31,7 @@ Setting = tuple[tuple[Path, ...], bool, bool]
 
 
 @record(frozen=True)
-class Found:
+class PackFile:
     """A pack that is named `by` a setting's variable or "package X", or `SHIPPED`. If it is not used, `pack` is None
     and `problem` is the reason."""
 
@@ -47,7 +47,7 @@ class Found:
 
 
 def named_by(by: str) -> str:
-    """`Found.by` for messages."""
+    """`PackFile.by` for messages."""
     return "shipped with deep_gemm" if by == SHIPPED else f"named by {by}"
 
 
@@ -62,7 +62,7 @@ class Packs:
 
     def __init__(self, paths: Sequence[Path] | None = None) -> None:
         self._paths = tuple(paths) if paths is not None else None
-        self._opened: dict[tuple[object, ...], tuple[Found, ...]] = {}
+        self._opened: dict[tuple[object, ...], tuple[PackFile, ...]] = {}
         self._lock = ForkLock()
 
     @property
@@ -72,9 +72,9 @@ class Packs:
             return self._paths, settings.trust_cache_dir, False
         return settings.precompiled, settings.trust_cache_dir, settings.shipped
 
-    def found(self) -> tuple[Found, ...]:
+    def found(self) -> tuple[PackFile, ...]:
         """Every pack that is named, whether it is used or not, in the order in which they are searched."""
-        found: dict[str, Found] = {}
+        found: dict[str, PackFile] = {}
         for one in self._asked(self.setting):
             found.setdefault(resolved(one.path), one)
         return tuple(found.values())
@@ -87,12 +87,14 @@ class Packs:
         looked_up = self._get(source_key, name, arch, setting or self.setting)
         return looked_up and looked_up[1:]
 
-    def holder(self, source_key: str, name: str, arch: str) -> Found | None:
+    def holder(self, source_key: str, name: str, arch: str) -> PackFile | None:
         """The pack that `get` takes this kernel from, or None."""
         looked_up = self._get(source_key, name, arch, self.setting)
         return looked_up and looked_up[0]
 
-    def _get(self, source_key: str, name: str, arch: str, setting: Setting) -> tuple[Found, PackedKernel, bytes] | None:
+    def _get(
+        self, source_key: str, name: str, arch: str, setting: Setting
+    ) -> tuple[PackFile, PackedKernel, bytes] | None:
         for found in self._asked(setting):
             kernel = None
             try:
@@ -117,7 +119,7 @@ class Packs:
                 _warn(found, kernel, error)
         return None
 
-    def _asked(self, setting: Setting) -> Iterator[Found]:
+    def _asked(self, setting: Setting) -> Iterator[PackFile]:
         """The named packs, then the shipped ones, and then, if the caller goes on, the announced ones."""
         paths, trust, shipped = setting
         by = "its caller" if self._paths is not None else "DG_JIT_PRECOMPILED"
@@ -127,7 +129,7 @@ class Packs:
         if self._paths is None:
             yield from self._open(("announced", trust), _announced)
 
-    def _open(self, key: tuple[object, ...], named: Callable[[], Iterable[tuple[Path, str]]]) -> tuple[Found, ...]:
+    def _open(self, key: tuple[object, ...], named: Callable[[], Iterable[tuple[Path, str]]]) -> tuple[PackFile, ...]:
         opened = self._opened.get(key)
         if opened is None:
             with self._lock.lock:
@@ -137,7 +139,7 @@ class Packs:
         return opened
 
 
-def _is_loadable(found: Found, kernel: PackedKernel) -> bool:
+def _is_loadable(found: PackFile, kernel: PackedKernel) -> bool:
     """Whether the driver here can load a kernel. If not, one warning says so."""
     release = driver_release()
     if release is None or kernel.toolkit[0] <= release[0]:
@@ -150,14 +152,14 @@ def _is_loadable(found: Found, kernel: PackedKernel) -> bool:
     return False
 
 
-def _warn(found: Found, kernel: PackedKernel | None, error: Exception) -> None:
+def _warn(found: PackFile, kernel: PackedKernel | None, error: Exception) -> None:
     which = f"The kernel {kernel.name}" if kernel is not None else "A kernel"
     message = f"{which} in the pack {found.path} is not used: {error}."
     warn_once(f"pack-kernel:{found.path}:{kernel.source_key if kernel is not None else error}", message)
 
 
-def _look(named: Iterable[tuple[Path, str]]) -> tuple[Found, ...]:
-    found: dict[str, Found] = {}
+def _look(named: Iterable[tuple[Path, str]]) -> tuple[PackFile, ...]:
+    found: dict[str, PackFile] = {}
     for path, by in named:
         for one in _open_all(absolute(path), by):
             found.setdefault(resolved(one.path), one)
@@ -167,7 +169,7 @@ def _look(named: Iterable[tuple[Path, str]]) -> tuple[Found, ...]:
     return tuple(found.values())
 
 
-def _open_all(path: Path, by: str) -> Iterator[Found]:
+def _open_all(path: Path, by: str) -> Iterator[PackFile]:
     try:
         files = sorted(path.glob(f"*{packs.SUFFIX}")) if path.is_dir() else [path]
         if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
@@ -175,14 +177,14 @@ def _open_all(path: Path, by: str) -> Iterator[Found]:
         if not files:
             raise ValueError(f"this directory holds no *{packs.SUFFIX}")
     except (OSError, ValueError) as error:
-        yield Found(path, by, problem=str(error))
+        yield PackFile(path, by, problem=str(error))
         return
     for file in files:
         try:
             # Whoever can write to a shipped pack can write to the code that lies beside it and reads it.
-            yield Found(file, by, packs.read(file, settings.trust_cache_dir or by == SHIPPED))
+            yield PackFile(file, by, packs.read(file, settings.trust_cache_dir or by == SHIPPED))
         except (OSError, ValueError) as error:
-            yield Found(file, by, problem=str(error).rstrip("."))
+            yield PackFile(file, by, problem=str(error).rstrip("."))
 
 
 def _shipped() -> Iterable[tuple[Path, str]]:
