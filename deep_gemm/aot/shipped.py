@@ -25,7 +25,7 @@ from deep_gemm.jit.binary import packed
 from deep_gemm.jit.builder import Builder
 from deep_gemm.jit.cache import solid_writer
 from deep_gemm.jit.cache.packable import Packable, PackedKernel
-from deep_gemm.jit.compilers import Found, Nvrtc, find_all
+from deep_gemm.jit.compilers import FoundCompiler, Nvrtc, find_all
 from deep_gemm.kernels import groups
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.params import GemmConfig, KernelParams
@@ -158,7 +158,7 @@ def _nvrtc() -> Nvrtc:
             f"is here. Install it with `pip install nvidia-cuda-nvrtc-cu{TOOLKIT}`."
         )
 
-    def version(one: Found) -> tuple[int, int]:
+    def version(one: FoundCompiler) -> tuple[int, int]:
         major, minor = one.version.split(".")[:2]
         return int(major), int(minor)
 

@@ -160,7 +160,7 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _pack_of(binary: Binary) -> dict[str, Any] | None:
-    """The pack that the kernel came from, as `Found.to_json` says it, or None."""
+    """The pack that the kernel came from, as `PackFile.to_json` says it, or None."""
     from deep_gemm.jit.builder import default_builder
 
     found = default_builder().packs.holder(binary.source_key, binary.name, binary.arch)

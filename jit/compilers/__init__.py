@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 from deep_gemm.jit.compilers.base import Compiled, Compiler
 
 if TYPE_CHECKING:
-    from deep_gemm.jit.compilers.find import Found, choose, find_all, is_broken
+    from deep_gemm.jit.compilers.find import FoundCompiler, choose, find_all, is_broken
     from deep_gemm.jit.compilers.nvcc import Nvcc
     from deep_gemm.jit.compilers.nvrtc import Nvrtc
 
-__all__ = ["Compiled", "Compiler", "Found", "Nvcc", "Nvrtc", "choose", "find_all", "is_broken"]
+__all__ = ["Compiled", "Compiler", "FoundCompiler", "Nvcc", "Nvrtc", "choose", "find_all", "is_broken"]
 
-_PLACES = {"Nvcc": "nvcc", "Nvrtc": "nvrtc"} | dict.fromkeys(("Found", "choose", "find_all", "is_broken"), "find")
+_PLACES = {"Nvcc": "nvcc", "Nvrtc": "nvrtc"} | dict.fromkeys(
+    ("FoundCompiler", "choose", "find_all", "is_broken"), "find"
+)
 
 
 def __getattr__(name: str) -> Any:

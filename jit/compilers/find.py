@@ -31,7 +31,7 @@ _INSTALL = (
 
 
 @record(frozen=True)
-class Found:
+class FoundCompiler:
     """One compiler: `kind` "nvcc" or "nvrtc", `version` as text ("13.0.88", "12.9", "unknown"), whether it can be used
     here, whether it is the one in use, and why (not)."""
 
@@ -45,7 +45,7 @@ class Found:
 
 @record(frozen=True)
 class _Candidate:
-    found: Found
+    found: FoundCompiler
     compiler: Compiler | None = None
     # Larger is better, among usable ones of a kind; candidates of equal rank keep the order of the search.
     rank: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ def choose() -> Compiler:
     return compiler
 
 
-def find_all(tried: bool = False) -> list[Found]:
+def find_all(tried: bool = False) -> list[FoundCompiler]:
     """Every compiler on this machine, NVCC first. Never raises. With `tried`, each one compiles a one-line kernel
     first, which takes a second or two; one that cannot is not usable."""
     with _lock.lock:
@@ -157,7 +157,7 @@ def _best(candidates: list[_Candidate]) -> _Candidate | None:
 
 
 def _mark(candidates: list[_Candidate], pick: _Candidate | None) -> list[_Candidate]:
-    def told(c: _Candidate) -> Found:
+    def told(c: _Candidate) -> FoundCompiler:
         known = not c.found.usable or c.rank[:1] == (0,) or (settings.use_nvrtc and c.found.kind == "nvcc")
         if c is pick or pick is None or known:
             return replace(c.found, chosen=c is pick)
@@ -170,7 +170,7 @@ def _judge_nvcc(path: str) -> _Candidate:
     try:
         compiler = _open_nvcc(path)
     except (CompilerNotFoundError, OSError) as error:
-        return _Candidate(Found("nvcc", path, "unknown", False, False, str(error).rstrip(".")))
+        return _Candidate(FoundCompiler("nvcc", path, "unknown", False, False, str(error).rstrip(".")))
     version = compiler.identity.split()[1]
     driver = driver_release()
     why = ""
@@ -183,12 +183,12 @@ def _judge_nvcc(path: str) -> _Candidate:
         needs = "; it needs a host C++ compiler such as g++" if shutil.which("gcc") is None else ""
         why = f"it cannot compile a one-line kernel ({problem}){needs}"
     if why:
-        return _Candidate(Found("nvcc", path, version, False, False, why))
+        return _Candidate(FoundCompiler("nvcc", path, version, False, False, why))
     named = settings.nvcc is not None
     why = "DG_JIT_NVCC_COMPILER names it" if named else "NVCC is the default where it is found"
     if settings.use_nvrtc:
         why = "usable, but DG_JIT_USE_NVRTC is set"
-    return _Candidate(Found("nvcc", path, version, True, False, why), compiler, (1,))
+    return _Candidate(FoundCompiler("nvcc", path, version, True, False, why), compiler, (1,))
 
 
 def _open_nvcc(path: str) -> Nvcc:
@@ -204,13 +204,15 @@ def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
         version = _nvrtc_version(path)
         compiler = Nvrtc(path, version)
     except CompilerNotFoundError as error:
-        return _Candidate(Found("nvrtc", path, "unknown", False, False, str(error).rstrip(".")))
+        return _Candidate(FoundCompiler("nvrtc", path, "unknown", False, False, str(error).rstrip(".")))
     text = f"{version[0]}.{version[1]}"
     if version < MIN_VERSION:
         why = f"it is older than {MIN_VERSION[0]}.{MIN_VERSION[1]}, the first version that serves sm_90a well"
-        return _Candidate(Found("nvrtc", path, text, False, False, why))
+        return _Candidate(FoundCompiler("nvrtc", path, text, False, False, why))
     if problem := _known_problem(compiler):
-        return _Candidate(Found("nvrtc", path, text, False, False, f"it cannot compile a one-line kernel ({problem})"))
+        return _Candidate(
+            FoundCompiler("nvrtc", path, text, False, False, f"it cannot compile a one-line kernel ({problem})")
+        )
     driver = driver_release()
     fits = driver is None or version[0] <= driver[0]
     if not fits and driver is not None:
@@ -221,7 +223,9 @@ def _judge_nvrtc(path: str, loaded: bool) -> _Candidate:
         why = "there is no driver, so the newest will do"
     else:
         why = f"the driver supports CUDA {driver[0]}.{driver[1]}, so the newest up to CUDA {driver[0]} will do"
-    return _Candidate(Found("nvrtc", path, text, True, False, why), compiler, (int(fits), int(loaded), *version))
+    return _Candidate(
+        FoundCompiler("nvrtc", path, text, True, False, why), compiler, (int(fits), int(loaded), *version)
+    )
 
 
 def _nvrtc_version(path: str) -> tuple[int, int]:

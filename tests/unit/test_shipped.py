@@ -29,7 +29,7 @@ from deep_gemm.bench.shapes import DEEPSEEK_V3
 from deep_gemm.cli import doctor, findings, inspect
 from deep_gemm.jit import Builder
 from deep_gemm.jit.cache import packs as layer
-from deep_gemm.jit.compilers import Found
+from deep_gemm.jit.compilers import FoundCompiler
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.params import KernelParams
@@ -284,13 +284,15 @@ def test_reports_say_what_came_from_the_wheel(wheel: Path, fresh: Builder, monke
 
 def test_only_a_compiler_of_cuda_12_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = [
-        Found("nvrtc", "/a/libnvrtc.so.13", "13.0", True, True, ""),
-        Found("nvcc", "/n", "12.9.1", True, False, ""),
+        FoundCompiler("nvrtc", "/a/libnvrtc.so.13", "13.0", True, True, ""),
+        FoundCompiler("nvcc", "/n", "12.9.1", True, False, ""),
     ]
     monkeypatch.setattr(shipped, "find_all", lambda: found)
     with pytest.raises(CompilerNotFoundError, match="by NVRTC 12, so that drivers of CUDA 12 load them"):
         shipped.write(tmp_path / "a.dgpack", [])
-    found += [Found("nvrtc", f"/{minor}/libnvrtc.so.12", f"12.{minor}", True, False, "") for minor in (4, 9, 10)]
+    found += [
+        FoundCompiler("nvrtc", f"/{minor}/libnvrtc.so.12", f"12.{minor}", True, False, "") for minor in (4, 9, 10)
+    ]
     monkeypatch.setattr(shipped, "Nvrtc", lambda *given: given)
     assert shipped._nvrtc() == ("/10/libnvrtc.so.12", (12, 10))
 
