@@ -18,7 +18,7 @@ from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
 from deep_gemm.aot.layers import BATCHED, DENSE_OPS, FP8, FP8_OPS, GROUPED, OPS, Layer, LayerPlan
-from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary, Work
+from deep_gemm.aot.outcomes import KernelsToBuild, Outcome, OutcomeLog, Progress, Summary
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.jit.binary import Binary, packed
@@ -115,7 +115,7 @@ def choose(
     on: Iterable[Card] | None = None,
     layers: Iterable[Layer] = (),
     fused: bool = False,
-) -> Work:
+) -> KernelsToBuild:
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
     SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers. `fused`:
     also those of `deep_gemm.fused` for the inputs of dense layers."""
@@ -137,7 +137,7 @@ def choose(
     for dtype in ("bf16", "f16") if fused else ():
         widths = {x.k for x in layers if x.op in DENSE_OPS and (x.op == OPS["float16"]) == (dtype == "f16")}
         wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), dtype) if params.arch == arch}
-    return Work({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
+    return KernelsToBuild({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
 def precompile(
@@ -210,7 +210,7 @@ def precompile(
 
 
 def run(
-    work: Work,
+    work: KernelsToBuild,
     *,
     shard: tuple[int, int] | None = None,
     executor: Executor | None = None,
@@ -223,8 +223,8 @@ def run(
     if shard is not None:
         index, count = shards.pair(shard)
         dealt = {params: work.kernels[params] for params in shards.deal(work.kernels, index, count)}
-        work = Work(dealt, work.impossible[index::count])
-    report = Report(work, progress)
+        work = KernelsToBuild(dealt, work.impossible[index::count])
+    report = OutcomeLog(work, progress)
     build_all(work.kernels, report.add, executor, jobs)
     return report.summary(start)
 
@@ -255,7 +255,7 @@ def work_of(
     training: bool = False,
     epilogue: Epilogues = None,
     fused: bool = False,
-) -> Work:
+) -> KernelsToBuild:
     """The kernels of a workload; arguments and errors are those of `precompile`."""
     for name, flag in (("allow_partial", allow_partial), ("training", training), ("fused", fused)):
         if not isinstance(flag, bool):

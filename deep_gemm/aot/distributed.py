@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from deep_gemm.aot import build, shard
 from deep_gemm.aot.exchange import Exchange, StoreError
-from deep_gemm.aot.outcomes import Outcome, Progress, Report, Summary
+from deep_gemm.aot.outcomes import Outcome, OutcomeLog, Progress, Summary
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
 from deep_gemm.log import counted, log
@@ -63,7 +63,7 @@ def precompile(
         return build.precompile(what, jobs=jobs, progress=progress, **options)
     store = _default_store() if store is None else store
     work = build.work_of(what, **options)
-    report = Report(work, progress)
+    report = OutcomeLog(work, progress)
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
         keys = [default_builder().key(request) for request in requests.values()]
@@ -88,7 +88,7 @@ def precompile(
     return summary
 
 
-def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: Report) -> set[int]:
+def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: OutcomeLog) -> set[int]:
     """Build the kernels that this rank draws until none is left. Returns their places in the list."""
     mine: set[int] = set()
     running: dict[Future[Outcome], int] = {}
@@ -111,7 +111,7 @@ def _take_rest(
     mine: set[int],
     first: int,
     deadline: float,
-    report: Report,
+    report: OutcomeLog,
 ) -> None:
     """Adopt what others built. Each rank begins at another place, so that not all ask for the same kernel at once."""
     late = []

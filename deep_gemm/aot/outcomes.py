@@ -64,17 +64,17 @@ Progress = Callable[[Outcome, int, int], None]
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelsToBuild:
     """Kernels to build, each with the shapes that need it, and the shapes without a kernel."""
 
     kernels: dict[KernelParams, tuple[GemmShape, ...]]
     impossible: tuple[Outcome, ...] = ()
 
 
-class Report:
+class OutcomeLog:
     """Collects outcomes: adds the shapes that need the kernel, and calls `progress`; True prints lines."""
 
-    def __init__(self, work: Work, progress: Progress | bool | None = None) -> None:
+    def __init__(self, work: KernelsToBuild, progress: Progress | bool | None = None) -> None:
         self._work = work
         if not (callable(progress) or progress in (True, False, None)):
             raise InvalidInputError(f"progress must be a function of (outcome, done, total) or True, not {progress!r}.")

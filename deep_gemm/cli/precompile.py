@@ -27,7 +27,7 @@ from deep_gemm.cli.options import (
 from deep_gemm.log import counted
 
 if TYPE_CHECKING:
-    from deep_gemm.aot.outcomes import Outcome, Summary, Work
+    from deep_gemm.aot.outcomes import KernelsToBuild, Outcome, Summary
     from deep_gemm.aot.workload import GemmShape
 
 MAX_REASONS = 3
@@ -214,7 +214,7 @@ def _finish(report: dict[str, Any], summary: Summary, where: str, pack: Path | N
         raise SystemExit(FAILED)
 
 
-def _described(layer: Layer, work: Work, every: str) -> dict[str, Any]:
+def _described(layer: Layer, work: KernelsToBuild, every: str) -> dict[str, Any]:
     def is_own(s: GemmShape) -> bool:
         same = (s.n, s.k, s.op, s.groups) == (layer.n, layer.k, layer.op, layer.groups)
         return same and (not layer.ms or s.m in layer.ms)
@@ -282,7 +282,7 @@ def _reason(outcome: Outcome) -> str:
     return f"{type(outcome.error).__name__} {re.sub(r'[0-9a-f]{8,}|[0-9]+', '*', text)}"
 
 
-def _nowhere(work: Work) -> str:
+def _nowhere(work: KernelsToBuild) -> str:
     """Why missing kernels could not be stored; "" if none is missing or they can be."""
     from deep_gemm.errors import CompilerNotFoundError
     from deep_gemm.jit.builder import default_builder
