@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from deep_gemm.aot import build, shard
-from deep_gemm.aot.exchange import Exchange, StoreError
+from deep_gemm.aot.exchange import BuildExchange, StoreError
 from deep_gemm.aot.outcomes import Outcome, OutcomeLog, Progress, Summary
 from deep_gemm.errors import DeepGemmError, InvalidInputError, UnsupportedError
 from deep_gemm.jit.builder import BuildRequest, default_builder
@@ -67,7 +67,7 @@ def precompile(
     try:
         requests = {params: engine.build_request(params) for params in shard.order(work.kernels)}
         keys = [default_builder().key(request) for request in requests.values()]
-        exchange = Exchange(store, dist.get_rank(), size, keys)
+        exchange = BuildExchange(store, dist.get_rank(), size, keys)
         if not exchange.agreed:
             log.warning(
                 f"Rank {dist.get_rank()} builds other kernels than rank {exchange.first_rank}: their shapes, "
@@ -88,7 +88,7 @@ def precompile(
     return summary
 
 
-def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report: OutcomeLog) -> set[int]:
+def _build_share(exchange: BuildExchange, work: list[KernelParams], jobs: int, report: OutcomeLog) -> set[int]:
     """Build the kernels that this rank draws until none is left. Returns their places in the list."""
     mine: set[int] = set()
     running: dict[Future[Outcome], int] = {}
@@ -106,7 +106,7 @@ def _build_share(exchange: Exchange, work: list[KernelParams], jobs: int, report
 
 
 def _take_rest(
-    exchange: Exchange,
+    exchange: BuildExchange,
     requests: dict[KernelParams, BuildRequest],
     mine: set[int],
     first: int,

@@ -43,7 +43,7 @@ def _parsing() -> Iterator[None]:
         raise StoreError(f"it holds a value that no rank of this version writes ({error})") from error
 
 
-class Exchange:
+class BuildExchange:
     """The kernels of one call on every rank, by their place in `keys`, which identify them.
 
     Each rank counts its calls in the store: the keys of one call are never those of another. Not safe from several

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from deep_gemm.aot import build, distributed
-from deep_gemm.aot.exchange import CHUNK, Exchange, StoreError
+from deep_gemm.aot.exchange import CHUNK, BuildExchange, StoreError
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.jit import Binary, Resources
@@ -50,8 +50,8 @@ def client(request: pytest.FixtureRequest, tmp_path: Path, connections: list[dis
     return lambda: dist.FileStore(str(tmp_path / "store"), 2)
 
 
-def two(client: Client, keys: tuple[list[str], list[str]] = (KEYS, KEYS)) -> tuple[Exchange, Exchange]:
-    return Exchange(client(), 0, 2, keys[0]), Exchange(client(), 1, 2, keys[1])
+def two(client: Client, keys: tuple[list[str], list[str]] = (KEYS, KEYS)) -> tuple[BuildExchange, BuildExchange]:
+    return BuildExchange(client(), 0, 2, keys[0]), BuildExchange(client(), 1, 2, keys[1])
 
 
 def soon() -> float:
@@ -132,8 +132,8 @@ def test_what_no_rank_writes_is_as_good_as_no_store(value: bytes) -> None:
     store = dist.HashStore()
     store.set("deep_gemm/ahead/1/first", value)
     with pytest.raises(StoreError, match="no rank of this version writes"):
-        Exchange(store, 0, 1, KEYS)
-    exchange = Exchange(store, 0, 1, KEYS)
+        BuildExchange(store, 0, 1, KEYS)
+    exchange = BuildExchange(store, 0, 1, KEYS)
     exchange.draw()
     exchange._call.set("sets/1", value)
     with pytest.raises(StoreError, match="no rank of this version writes"):
@@ -143,7 +143,7 @@ def test_what_no_rank_writes_is_as_good_as_no_store(value: bytes) -> None:
 def test_the_last_to_close_deletes_everything() -> None:
     store = dist.HashStore()
     before = store.num_keys()
-    ranks = [Exchange(store, rank, 3, KEYS if rank else ["other"]) for rank in range(3)]
+    ranks = [BuildExchange(store, rank, 3, KEYS if rank else ["other"]) for rank in range(3)]
     for exchange in ranks:
         while (place := exchange.draw()) is not None:
             exchange.publish(place, binary(2 * CHUNK))
@@ -164,7 +164,7 @@ input()
     server = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     port = int(server.stdout.readline())
-    exchange = Exchange(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2, KEYS)
+    exchange = BuildExchange(dist.TCPStore("127.0.0.1", port, is_master=False), 0, 2, KEYS)
     server.kill()
     server.communicate()
     start = time.monotonic()
