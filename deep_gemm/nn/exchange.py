@@ -18,7 +18,7 @@ Counts = list[int]
 
 
 @dataclass(frozen=True)
-class Exchange:
+class TokenExchange:
     """Exchanges rows among the ranks of a mesh with one dimension. Rank r has the r-th part of the experts."""
 
     mesh: DeviceMesh

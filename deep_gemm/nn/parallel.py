@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel as styles
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn.convert import Report, owners_of
-from deep_gemm.nn.exchange import Exchange
+from deep_gemm.nn.exchange import TokenExchange
 from deep_gemm.nn.gathered import Sharded, why_not_sharded
 from deep_gemm.nn.linear import FP8Linear, Linear
 from deep_gemm.nn.moe import MoE
@@ -104,7 +104,7 @@ class ExpertParallel(styles.ParallelStyle):
         for layer in (module.gate_up, module.down):
             for name in [name for name, _ in layer.named_parameters()]:
                 _shard(layer, name, device_mesh, Shard(0), self.src_data_rank)
-        module.exchange = Exchange(device_mesh)
+        module.exchange = TokenExchange(device_mesh)
         return module
 
 
