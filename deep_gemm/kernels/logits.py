@@ -55,7 +55,7 @@ class LogitsConfig(Config):
         return {2: (56, 224), 3: (80, 144), 4: (64, 104)}[self.num_consumers]
 
 
-class LogitsKernel(KernelFamily):
+class LogitsFamily(KernelFamily):
     """The base class of kernels for logits."""
 
     template = "sm90_fp8_mqa_logits.cu.jinja"

@@ -53,7 +53,7 @@ class Variant(NamedTuple):
     factors: bool
 
 
-class Quantize(KernelFamily):
+class QuantizeFamily(KernelFamily):
     """See ``templates/include/quantize_rows.cuh`` and ``quantize_tile.cuh``."""
 
     name = "quantize"
@@ -232,4 +232,4 @@ def _output(prefix: str, blocks: str) -> str:
     return f"output({', '.join(prefix + name for name in names)})"
 
 
-QUANTIZE = Quantize()
+QUANTIZE = QuantizeFamily()

@@ -26,7 +26,7 @@ FEW = 1 << 20
 
 
 @record(frozen=True)
-class Function:
+class RowFunction:
     """A function of rows. ``inputs`` are its matrices and vectors, in the order of the device code, which ``code``
     names for a form and the optional operands that are given."""
 
@@ -58,18 +58,18 @@ def _silu_and_mul(form: str, given: tuple[str, ...]) -> str:
     return f"Elementwise<Tile, SiluMul<{flags}>>{{{{number, {factors}}}}}"
 
 
-FUNCTIONS: Mapping[str, Function] = MappingProxyType(
+FUNCTIONS: Mapping[str, RowFunction] = MappingProxyType(
     {
-        "add_gelu": Function(
+        "add_gelu": RowFunction(
             ("x", "y"),
             lambda form, given: f"Elementwise<Tile, AddGelu<{_flag(form == 'tanh')}>>{{}}",
             forms=("erf", "tanh"),
             numbered=False,
         ),
-        "mul_add": Function(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
-        "silu_and_mul": Function(("x",), _silu_and_mul, optional=("factors",), forms=("halves", "interleaved")),
-        "rms_norm": Function(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
-        "layer_norm": Function(
+        "mul_add": RowFunction(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
+        "silu_and_mul": RowFunction(("x",), _silu_and_mul, optional=("factors",), forms=("halves", "interleaved")),
+        "rms_norm": RowFunction(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
+        "layer_norm": RowFunction(
             ("x", "residual", "weight", "bias"), _norm(True), optional=("residual", "bias"), reduces=True
         ),
     }
@@ -91,7 +91,7 @@ order of sums."""
 PARTS_OF_FEW_ROWS, PARTS = _config(1, 1024), _config(1, 2048)
 
 
-class Rows(KernelFamily):
+class RowsFamily(KernelFamily):
     """See ``templates/include/rows.cuh``."""
 
     name = "rows"
@@ -229,7 +229,7 @@ class Rows(KernelFamily):
         return list(dict.fromkeys(found))
 
 
-def _function(params: KernelParams) -> Function:
+def _function(params: KernelParams) -> RowFunction:
     return FUNCTIONS[str(params.options[0])]
 
 
@@ -254,4 +254,4 @@ def _tile(params: KernelParams) -> TileConfig:
     return params.config
 
 
-ROWS = Rows()
+ROWS = RowsFamily()

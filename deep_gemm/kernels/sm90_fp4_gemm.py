@@ -66,7 +66,7 @@ class Fp4Config(Config):
 
 def stream(tokens: int, narrow: bool = False) -> Fp4Config:
     """A config in stream-K order."""
-    return Fp4Config(Fp4.name, tokens, *((1, 4) if narrow else (4, 1)))
+    return Fp4Config(Fp4Family.name, tokens, *((1, 4) if narrow else (4, 1)))
 
 
 def _clusters(tokens: int) -> tuple[int, ...]:
@@ -76,10 +76,10 @@ def _clusters(tokens: int) -> tuple[int, ...]:
 
 def split(tokens: int, cluster: int) -> Fp4Config:
     """A config that splits K. Without a cluster deep rings are better than a third CTA on an SM (H200)."""
-    return Fp4Config(Fp4.name, tokens, 2, 3 if cluster > 1 and tokens <= 16 else 2, cluster)
+    return Fp4Config(Fp4Family.name, tokens, 2, 3 if cluster > 1 and tokens <= 16 else 2, cluster)
 
 
-class Fp4(KernelFamily):
+class Fp4Family(KernelFamily):
     """See ``templates/include/fp4_gemm.cuh`` and ``fp4_split.cuh``."""
 
     name = "sm90_fp4_gemm"
@@ -306,4 +306,4 @@ def packed_bytes(spec: Fp4Spec) -> int:
     return spec.groups * ceil_div(spec.n, PIECE_ROWS) * ceil_div(spec.k, PIECE_K) * PIECE_BYTES[spec.absolute]
 
 
-FP4 = Fp4()
+FP4 = Fp4Family()

@@ -9,13 +9,13 @@ from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams
 from ..spec import LogitsSpec, Spec
 from .base import Argument, Numbers, Strides, Value, parse_arguments
-from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsKernel
+from .logits import DIMS, HEADS, MAX_ROWS, UNIT_KEYS, LogitsConfig, LogitsFamily
 
 MAX_PAIRS = 1 << 39
 """Pairs of a query and a key whose costs, two for a tile of 128 keys by four queries, add up to less than 2^32."""
 
 
-class PromptLogits(LogitsKernel):
+class PromptLogits(LogitsFamily):
     """See ``templates/include/logits_prefill.cuh``."""
 
     name = "sm90_fp8_mqa_logits"

@@ -10,10 +10,10 @@ from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams
 from ..spec import Dtype, PagedLogitsSpec, Spec
 from .base import Argument, Numbers, Strides, Value, parse_arguments
-from .logits import DIMS, HEADS, MAX_ROWS, LogitsConfig, LogitsKernel, tokens_of
+from .logits import DIMS, HEADS, MAX_ROWS, LogitsConfig, LogitsFamily, tokens_of
 
 
-class PagedLogits(LogitsKernel):
+class PagedLogits(LogitsFamily):
     """See ``templates/include/logits_paged.cuh``."""
 
     name = "sm90_fp8_paged_mqa_logits"

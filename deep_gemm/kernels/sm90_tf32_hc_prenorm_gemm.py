@@ -45,7 +45,7 @@ class PrenormConfig(Config):
         return self.warps * 16 // self.rows
 
 
-class Prenorm(KernelFamily):
+class PrenormFamily(KernelFamily):
     """See ``templates/include/prenorm.cuh``."""
 
     name = "sm90_tf32_hc_prenorm_gemm"
@@ -176,4 +176,4 @@ class Prenorm(KernelFamily):
         return []
 
 
-PRENORM = Prenorm()
+PRENORM = PrenormFamily()

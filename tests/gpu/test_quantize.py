@@ -14,7 +14,7 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.quantize import QUANTIZE, Quantize
+from deep_gemm.kernels.quantize import QUANTIZE, QuantizeFamily
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig
@@ -123,7 +123,7 @@ def test_options_are_refused_as_on_the_cpu(name: str) -> None:
         getattr(deep_gemm, name)(x, False, 128.0)
 
 
-_config_of = Quantize.config_of  # tests replace it
+_config_of = QuantizeFamily.config_of  # tests replace it
 
 
 def serves(spec: QuantizeSpec, config: TileConfig) -> bool:
@@ -136,7 +136,7 @@ def serves(spec: QuantizeSpec, config: TileConfig) -> bool:
 @pytest.mark.parametrize("cast", [*CASTS, "gathered rows"])
 def test_bytes_of_each_config(cast: str, config: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the size of the matrix: by size, calls of tests would all choose the same."""
-    monkeypatch.setattr(Quantize, "config_of", lambda self, spec, arch: config)
+    monkeypatch.setattr(QuantizeFamily, "config_of", lambda self, spec, arch: config)
     function, block, flip = CASTS[cast.split()[-1]]
     blocks = {"rows": "row", "columns": "column"}.get(cast.split()[-1], "tile")
     for index, (rows, columns) in enumerate([*SHAPES, (1100, 2100)]):
