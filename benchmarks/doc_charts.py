@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from deep_gemm.bench.rows import operation_of
+from deep_gemm.bench.result_rows import operation_of
 from deep_gemm.bench.run import load
 from deep_gemm.bench.summary import latest
 

@@ -20,7 +20,7 @@ import torch
 
 import deep_gemm
 from deep_gemm.backends.deepgemm import load, use
-from deep_gemm.backends.grouped import MGrouped
+from deep_gemm.backends.grouped_operations import MGrouped
 from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deep_gemm.bench import survey
-from deep_gemm.bench.rows import PACKED, Row
+from deep_gemm.bench.result_rows import PACKED, Row
 
 COMMON = ("device", "driver", "cuda", "torch", "date", "source_digest")
 

@@ -22,7 +22,7 @@ import phases
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.backends.results import Comparison
-from deep_gemm.bench.rows import operation_of
+from deep_gemm.bench.result_rows import operation_of
 from deep_gemm.bench.run import load
 from deep_gemm.bench.summary import latest, summary
 from deep_gemm.settings import settings

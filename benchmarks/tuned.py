@@ -24,7 +24,7 @@ from pathlib import Path
 from deep_gemm import arch as archs
 from deep_gemm import select
 from deep_gemm.bench import survey
-from deep_gemm.bench.rows import shape_of
+from deep_gemm.bench.result_rows import shape_of
 from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, tuner

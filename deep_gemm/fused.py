@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.ops import checks, quantize, rows
+from deep_gemm.ops import checks, quantize, row_functions
 
 __all__ = ["Out", "add_gelu", "layer_norm", "mul_add", "rms_norm", "silu_and_mul"]
 
@@ -56,7 +56,7 @@ def rms_norm(
     torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
-    compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["rms_norm"](x, weight, residual, out, eps, use_ue8m0)
     return out
 
@@ -84,7 +84,7 @@ def layer_norm(
     torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
-    compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["layer_norm"](x, weight, residual, bias, out, eps, use_ue8m0)
     return out
 
@@ -105,7 +105,7 @@ def add_gelu(
     torch.Size([4, 64])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
-    compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["add_gelu"](x, y, out, approximate, use_ue8m0)
     return out
 
@@ -124,7 +124,7 @@ def mul_add(
     2.0
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out)
-    compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["mul_add"](x, y, z, out, use_ue8m0)
     return out
 
@@ -151,7 +151,7 @@ def silu_and_mul(
     torch.Size([4, 32])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
-    compute = rows.TENSOR if isinstance(out, Tensor) else rows.PAIR
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["silu_and_mul"](x, factors, out, interleaved, math.inf if limit is None else limit, use_ue8m0)
     return out
 

@@ -14,14 +14,14 @@ from deep_gemm.ops import (
     paged_logits,
     prenorm,
     quantize,
-    rows,
+    row_functions,
     skip_head_mid,
 )
 from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
     *(batched, cublaslt, dense, fp4, k_grouped, linear, logits, m_grouped),
-    *(paged_logits, prenorm, quantize, rows, skip_head_mid),
+    *(paged_logits, prenorm, quantize, row_functions, skip_head_mid),
 )
 
 

@@ -227,7 +227,7 @@ class RowsSpec:
     """A function of each row of a matrix, whose result is ``rows`` x ``columns`` elements of ``output``; FP8 has a
     scale for each row per 128 columns, a power of two if ``power_of_two``.
 
-    ``function`` is a name of `kernels.rows.FUNCTIONS`; ``form`` says which of its forms, and ``given`` which optional
+    ``function`` is a name in `row_kernels.FUNCTIONS`; ``form`` says which of its forms, and ``given`` which optional
     operands there are. ``aligned``: rows of all operands begin at multiples of 16 bytes and have a multiple of eight
     columns. ``number`` is the epsilon of a norm, or the limit of a product. ``amax_min`` is the least magnitude from
     which a scale is computed.

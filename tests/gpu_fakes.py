@@ -22,7 +22,7 @@ from deep_gemm.ops.logits import MqaLogits
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.paged_logits import PagedMqaLogits, PagedMqaLogitsMetadata
 from deep_gemm.ops.quantize import Quantize
-from deep_gemm.ops.rows import RowFunction
+from deep_gemm.ops.row_functions import RowFunction
 from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.select import calibration

@@ -12,7 +12,7 @@ from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function
-from deep_gemm.kernels.rows import FUNCTIONS, ROWS
+from deep_gemm.kernels.row_kernels import FUNCTIONS, ROWS
 from deep_gemm.ops.cast_reference import AMAX_MIN
 from deep_gemm.ops.table import TORCH
 from deep_gemm.params import KernelParams

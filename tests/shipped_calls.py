@@ -23,7 +23,7 @@ from deep_gemm.aot import cards, shipped
 from deep_gemm.arch import SM90
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.logits import DIMS, HEADS
-from deep_gemm.kernels.rows import FUNCTIONS
+from deep_gemm.kernels.row_kernels import FUNCTIONS
 from deep_gemm.ops.table import BF16, FP8, FP16, K_BF16, K_FP8, K_PADDED, ROWWISE, SUM_BF16, WGRAD
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine

@@ -13,7 +13,7 @@ from typing import Any
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, ops, options, select
-from deep_gemm.aot import attention, cards, workload
+from deep_gemm.aot import attention_layers, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
@@ -25,7 +25,7 @@ from deep_gemm.jit.binary import Binary, packed
 from deep_gemm.jit.cache.entry import META
 from deep_gemm.jit.cache.pack import write as write_pack
 from deep_gemm.jit.cache.packable import PackedKernel
-from deep_gemm.kernels.rows import ROWS
+from deep_gemm.kernels.row_kernels import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
 from deep_gemm.ops.epilogue import Epilogues, epilogues_of
@@ -133,7 +133,7 @@ def choose(
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
     cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
     wanted |= {params: [] for params in cases if params.arch == arch}
-    wanted |= {params: [] for params in attention.kernels_of(layers, spec)}
+    wanted |= {params: [] for params in attention_layers.kernels_of(layers, spec)}
     for dtype in ("bf16", "f16") if fused else ():
         widths = {x.k for x in layers if x.op in DENSE_OPS and (x.op == OPS["float16"]) == (dtype == "f16")}
         wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), dtype) if params.arch == arch}

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.batched import BHD
 from ..ops.cublaslt import widened
-from .batched import EINSUMS, FP8_EINSUM, Einsum
+from .batched_operations import EINSUMS, FP8_EINSUM, Einsum
 from .operations import HALF_GEMMS
 from .registry import Call, kernel
 

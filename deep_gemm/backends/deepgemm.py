@@ -13,9 +13,9 @@ from typing import Any
 
 from .. import ops
 from ..errors import DeepGemmError, UnsupportedError
-from .attention import MqaLogits, PagedMqaLogits, Prenorm
-from .batched import EINSUMS, FP8_EINSUM
-from .grouped import K_GROUPED, M_GROUPED
+from .attention_operations import MqaLogits, PagedMqaLogits, Prenorm
+from .batched_operations import EINSUMS, FP8_EINSUM
+from .grouped_operations import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
 

@@ -10,12 +10,12 @@ from torch import Tensor
 import deep_gemm
 from deep_gemm import fused, ops
 
-from .attention import MqaLogits, PagedMqaLogits, Prenorm
-from .batched import EINSUMS, FP8_EINSUM
-from .grouped import K_GROUPED, M_GROUPED
+from .attention_operations import MqaLogits, PagedMqaLogits, Prenorm
+from .batched_operations import EINSUMS, FP8_EINSUM
+from .grouped_operations import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
-from .rows import FORMULAS
+from .row_operations import FORMULAS
 
 
 def prepare(op: str, *operands: Any) -> Call:

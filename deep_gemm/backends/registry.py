@@ -216,7 +216,11 @@ def operation(what: OperationOrClass) -> OperationOrClass:
 @functools.cache
 def _find() -> None:
     """Import the built-in backends and operations, and the entry points of other packages."""
-    for module in ("builtin", "operations", "grouped", "batched", "attention", "rows"):
+    for module in (
+        "builtin",
+        "operations",
+        *(f"{kind}_operations" for kind in ("grouped", "batched", "attention", "row")),
+    ):
         importlib.import_module(f"{__package__}.{module}")
     for entry in importlib.metadata.entry_points(group=GROUP):
         try:

@@ -25,12 +25,12 @@ from ..ops.reference import (
     m_grouped_reference,
 )
 from ..runtime.operation import Operation
-from .attention import Prenorm
-from .batched import EINSUMS, FP8_EINSUM, Einsum
-from .grouped import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
+from .attention_operations import Prenorm
+from .batched_operations import EINSUMS, FP8_EINSUM, Einsum
+from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
 from .operations import HALF_GEMMS, Gemm, unpaired
 from .registry import Call, get_operation, kernel
-from .rows import FORMULAS
+from .row_operations import FORMULAS
 
 
 def dense(op: Gemm, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
-from deep_gemm.bench import rows
+from deep_gemm.bench import result_rows
 from deep_gemm.bench.backends import spec_of
 from deep_gemm.bench.modes import LAUNCH_MODES
 from deep_gemm.bench.survey import name_of
@@ -84,7 +84,7 @@ def timed(
     row: Row, spec: archs.ArchSpec, offered: Callable[[GemmSpec, archs.ArchSpec], list[GemmConfig]] = candidates
 ) -> tuple[GemmSpec, dict[GemmConfig, float]]:
     """The spec of a row, and its times for the configs that are ``offered``: those that calls choose among now."""
-    asked = spec_of(rows.shape_of(row), spec.num_sms)
+    asked = spec_of(result_rows.shape_of(row), spec.num_sms)
     # Names do not depend on the sizes, so few are needed.
     kind = replace(asked, m=1, n=128, k=128)
     configs = {_name(config, kind, spec): config for config in offered(asked, spec)}
@@ -93,7 +93,7 @@ def timed(
 
 def speeds_of(row: Row, spec: archs.ArchSpec) -> str:
     """The name of the speeds in a calibration by which the model estimates a row; empty for the common ones."""
-    return speeds(spec_of(rows.shape_of(row), spec.num_sms))
+    return speeds(spec_of(result_rows.shape_of(row), spec.num_sms))
 
 
 @functools.cache

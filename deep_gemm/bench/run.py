@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import backends, floor, rows
+from deep_gemm.bench import backends, floor, result_rows
 from deep_gemm.bench.modes import FLOOR_MAX_M, GEMM_MODES, why_not
 from deep_gemm.bench.provenance import environment
 from deep_gemm.bench.shapes import READ_FLOOR_US
@@ -106,7 +106,7 @@ def make_row(shape: GemmShape, mode: str, us: dict[str, float], refused: dict[st
     read floor over `us`: the lesser of `us_floor`, measured beside it, and `READ_FLOOR_US`, where known.
     `us_floor_overlapped` is the read floor with less shared memory.
     """
-    row: Row = {"mode": mode} | rows.said(shape)
+    row: Row = {"mode": mode} | result_rows.said(shape)
     mine, unpromised = us["ours"], us.get("ours_unpromised")
     row["us"] = round(mine, 3)
     row["tflops"] = round(shape.flops / mine / 1e6, 1)
@@ -146,7 +146,7 @@ def line(row: Row) -> str:
     """A row for a person, aligned with others of its mode and operation."""
     numbers = [text.format(row[name]) for name, text in NUMBERS if name in row]
     refused = [f"{name} is not timed: {row[key]}" for name in OTHERS if (key := f"refused_{name}") in row]
-    what = f"{row['mode']} {row['m']:5} x {row['n']:5} x {row['k']:5}  {rows.operation_of(row)}".rstrip()
+    what = f"{row['mode']} {row['m']:5} x {row['n']:5} x {row['k']:5}  {result_rows.operation_of(row)}".rstrip()
     return "  ".join([what, *numbers, *refused])
 
 
@@ -160,14 +160,16 @@ def append(path: Path, row: Row) -> None:
 
 def load(path: Path) -> list[Row]:
     """The rows of a results file. Raises InvalidInputError for a file of anything else."""
-    return rows.read(path, _check)
+    return result_rows.read(path, _check)
 
 
 def _check(row: Row, where: str) -> None:
     """Check the fields of a GEMM's row that means need."""
     if row["mode"] not in GEMM_MODES:
         return
-    rows.check_shape(row, where)
+    result_rows.check_shape(row, where)
     for name, value in row.items():
         if name.startswith(("ratio_", "us", "floor_fraction", "tflops", "gbps")):
-            rows.check_positive(value, f"{name} in {where}", zero=name in ("tflops", "gbps"))  # these are rounded
+            result_rows.check_positive(
+                value, f"{name} in {where}", zero=name in ("tflops", "gbps")
+            )  # these are rounded

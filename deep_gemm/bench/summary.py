@@ -8,7 +8,7 @@ from typing import Any
 
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import rows as lines
+from deep_gemm.bench import result_rows as lines
 from deep_gemm.bench.modes import FLOOR_MAX_M, GEMM_MODES, meets_power_limit
 
 Row = dict[str, Any]

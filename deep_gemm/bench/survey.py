@@ -19,7 +19,7 @@ from deep_gemm import arch as archs
 from deep_gemm import kernels, options, select
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import backends, rows
+from deep_gemm.bench import backends, result_rows
 from deep_gemm.bench.backends import spec_of
 from deep_gemm.bench.modes import meets_power_limit, why_not
 from deep_gemm.bench.provenance import environment, source_digest
@@ -75,7 +75,7 @@ class Survey:
                 self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
                 return
             asked = spec_of(shape, num_sms)
-            row: Row = rows.said(shape) | {"mode": mode}
+            row: Row = result_rows.said(shape) | {"mode": mode}
             row["selected"] = name_of(select.rank(asked, spec, known)[0].config, asked, spec)
             configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
             timers = dict(timers_of(shape, asked, configs, mode, spec, device))
@@ -216,24 +216,24 @@ def load(paths: Iterable[Path]) -> list[Row]:
     """The rows of survey files, packed or not. Raises InvalidInputError for files of anything else."""
     found: list[Row] = []
     for path in paths:
-        packed = rows.Packed()
+        packed = result_rows.Packed()
 
-        def check(row: Row, where: str, packed: rows.Packed = packed) -> None:
+        def check(row: Row, where: str, packed: result_rows.Packed = packed) -> None:
             packed.unpack(row, where)
-            if row["mode"] != rows.PACKED:
+            if row["mode"] != result_rows.PACKED:
                 _check(row, where)
 
-        found += (row for row in rows.read(path, check) if row["mode"] != rows.PACKED)
+        found += (row for row in result_rows.read(path, check) if row["mode"] != result_rows.PACKED)
     return found
 
 
 def _check(row: Row, where: str) -> None:
-    rows.check_shape(row, where)
+    result_rows.check_shape(row, where)
     times = row.get("times")
     if not isinstance(times, dict) or not times:
         raise InvalidInputError(f"times in {where} must be an object of configs and us, but it is {shown(times)}.")
     for name, value in times.items():
-        rows.check_positive(value, f"the time of {shown(name)} in {where}")
+        result_rows.check_positive(value, f"the time of {shown(name)} in {where}")
     selected = row.get("selected")
     if not isinstance(selected, str) or selected not in times:
         raise InvalidInputError(f"selected in {where} must be one of its times, but it is {shown(selected)}.")
@@ -263,7 +263,7 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     counts: Counter[str] = Counter()
     arch, digest = archs.DEFAULT, source_digest()
     for row in load([path]):
-        asked, device = ranked_as(spec_of(rows.shape_of(row), arch.num_sms)), row.get("device")
+        asked, device = ranked_as(spec_of(result_rows.shape_of(row), arch.num_sms)), row.get("device")
         ranked = select.rank(asked, arch, calibration.for_device(str(device)))
         offered = [each.config for each in ranked] + select.legal(asked, arch)
         names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}

@@ -13,7 +13,7 @@ import click
 from deep_gemm import arch
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import rows as lines
+from deep_gemm.bench import result_rows as lines
 from deep_gemm.bench import shapes
 from deep_gemm.bench.modes import LAUNCH_MODES, SURVEY_MODES, WITHIN
 from deep_gemm.cli.bench import operation_options

@@ -10,8 +10,8 @@ from .. import spec
 OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.CopySpec: ("copy_rows", "helpers", "COPY_ROWS"),
     spec.KGroupMapsSpec: ("k_group_maps", "helpers", "K_GROUP_MAPS"),
-    spec.QuantizeSpec: ("quantize", "quantize", "QUANTIZE"),
-    spec.RowsSpec: ("rows", "rows", "ROWS"),
+    spec.QuantizeSpec: ("quantize", "quantize_kernels", "QUANTIZE"),
+    spec.RowsSpec: ("rows", "row_kernels", "ROWS"),
     spec.TransposeBytesSpec: ("transpose_bytes", "helpers", "TRANSPOSE_BYTES"),
     spec.TransposeSpec: ("transpose_scales", "helpers", "TRANSPOSE_SCALES"),
     spec.LogitsSpec: ("sm90_fp8_mqa_logits", "sm90_fp8_mqa_logits", "PROMPT_LOGITS"),

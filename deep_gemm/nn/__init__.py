@@ -8,7 +8,7 @@ from typing import Any
 
 from deep_gemm.nn.checkpoint import load_checkpoint
 from deep_gemm.nn.convert import Report, convert
-from deep_gemm.nn.grouped import FP8GroupedLinear
+from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.linear import BF16Linear, FP8Linear
 from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.routing import Routing

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts
-from deep_gemm.nn.grouped import FP8GroupedLinear
+from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.products import grouped_gradient, grouped_product
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import Options, refuse_unknown

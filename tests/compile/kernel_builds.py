@@ -26,7 +26,7 @@ from deep_gemm.jit.binary import BuildRequest
 from deep_gemm.jit.compilers import Compiler, Nvcc, choose, find_all
 from deep_gemm.jit.compilers.base import common_flags
 from deep_gemm.jit.compilers.nvrtc import Nvrtc
-from deep_gemm.kernels.quantize import Variant
+from deep_gemm.kernels.quantize_kernels import Variant
 from deep_gemm.params import GemmConfig, KernelParams, TileConfig
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings

@@ -14,7 +14,7 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.quantize import QUANTIZE, QuantizeFamily
+from deep_gemm.kernels.quantize_kernels import QUANTIZE, QuantizeFamily
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig

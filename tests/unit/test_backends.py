@@ -16,7 +16,7 @@ import deep_gemm
 from deep_gemm import backends
 from deep_gemm.backends import accuracy, deepgemm, registry
 from deep_gemm.backends.operations import normal
-from deep_gemm.backends.rows import FORMULAS
+from deep_gemm.backends.row_operations import FORMULAS
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops.prenorm import rounded_to_tf32
 

@@ -19,7 +19,7 @@ from deep_gemm import select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.backends import deepgemm
-from deep_gemm.bench import backends, rows, run, shapes, survey
+from deep_gemm.bench import backends, result_rows, run, shapes, survey
 from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.testing import calc_diff, timing
@@ -126,8 +126,8 @@ def test_scales_of_other_kinds_are_timed_as_calls_have_them(op: str) -> None:
 def test_rows_tell_their_shape(op: str, way: tuple[str, bool], mnk: tuple[int, int, int], source: str) -> None:
     output, accumulate = ("", False) if op.startswith("fp8") else way
     (shape,) = shapes.posed([GemmShape(*mnk, source)], op, output, accumulate)
-    row = json.loads(json.dumps(rows.said(shape)))
-    assert rows.shape_of(row) == shape
+    row = json.loads(json.dumps(result_rows.said(shape)))
+    assert result_rows.shape_of(row) == shape
     assert set(row) - set("mnk") - {"source"} == {
         *(["op"] if op != "fp8_gemm_nt" else []),
         *(["output"] if output else []),

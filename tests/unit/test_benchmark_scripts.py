@@ -27,7 +27,7 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.bench import backends, shapes, survey
 from deep_gemm.bench.provenance import environment
-from deep_gemm.bench.rows import said
+from deep_gemm.bench.result_rows import said
 from deep_gemm.errors import CompileError
 from deep_gemm.jit import Builder
 from deep_gemm.jit.builder import BuildRequest

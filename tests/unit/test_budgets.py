@@ -13,14 +13,14 @@ import pytest
 from census import dense_layers
 
 import deep_gemm
-from deep_gemm.aot import attention
+from deep_gemm.aot import attention_layers
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import BATCHED_OPS, Layer
 from deep_gemm.aot.workload import for_every_m, plan, shapes
 from deep_gemm.arch import SM90
 from deep_gemm.bench.shapes import DEEPSEEK_V3
 from deep_gemm.jit.compilers import Compiler
-from deep_gemm.kernels.quantize import Variant
+from deep_gemm.kernels.quantize_kernels import Variant
 from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
@@ -118,7 +118,7 @@ def test_few_kernels_train_a_model() -> None:
 
 def test_few_kernels_serve_an_indexer_and_a_prenorm_product() -> None:
     indexer = [Layer("indexer.wq_b", 64 * 128, 1536), Layer("indexer.weights_proj", 64, 7168)]
-    assert 1 <= len(attention.kernels_of(indexer, SM90)) <= BUDGETS["indexer_kernels"]
+    assert 1 <= len(attention_layers.kernels_of(indexer, SM90)) <= BUDGETS["indexer_kernels"]
     specs = [PrenormSpec(m, 24, 28672, splits, 132) for m in range(1, 20000, 7) for splits in (1, 4, 16)]
     assert len({PRENORM.config_of(spec) for spec in specs}) <= 6
 

@@ -19,7 +19,7 @@ from deep_gemm.aot import cards
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import fit, survey
 from deep_gemm.bench.modes import SURVEY_MODES, WITHIN
-from deep_gemm.bench.rows import shape_of
+from deep_gemm.bench.result_rows import shape_of
 from deep_gemm.cli.calibrate import command, surveyed
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.features import Features

@@ -11,7 +11,7 @@ import pytest
 from model_cases import BLOCKS, DEEPSEEK_V32, precompile, served
 from test_checkpoint import Tensors, plan
 
-from deep_gemm.aot import attention, model, workload
+from deep_gemm.aot import attention_layers, model, workload
 from deep_gemm.aot.layers import LayerPlan
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
@@ -104,7 +104,7 @@ def test_deepseek_v4(
     found = model.plan(config, tp)
     assert served(found) == want
     assert {layer.name: layer.copies for layer in found.served if layer.copies > 1} == {"mtp.h_proj": 4}
-    assert attention.indexers(found.layers) == indexer
+    assert attention_layers.indexers(found.layers) == indexer
     assert {(layer.n, layer.k) for layer in found.layers if layer.name in ("hc_attn_fn", "hc_ffn_fn")} == {hyper}
     lacking = {problem.partition(" ")[0]: problem for problem in found.problems}
     assert set(lacking) == {"experts.w13", "experts.w2"}
@@ -141,7 +141,7 @@ def test_experts_of_deepseek_v4_by_their_dtype(
 )
 def test_only_layers_of_ratio_4_have_an_indexer(change: dict[str, Any], indexers: int) -> None:
     found = model.plan(V4_FLASH | change)
-    assert len(attention.indexers(found.layers)) == indexers
+    assert len(attention_layers.indexers(found.layers)) == indexers
     assert not found.unknown
     strange = model.plan(V4_FLASH | {"compress_ratios": [0, 2, "mamba", *[4] * 40]})
     assert [text.partition(" are")[0] for text in strange.unknown] == [
@@ -152,7 +152,7 @@ def test_only_layers_of_ratio_4_have_an_indexer(change: dict[str, Any], indexers
 
 def test_a_hyper_connection_needs_kernels_for_every_m_and_split() -> None:
     """Splits as vLLM chooses them, and None, as SGLang calls it: no such call compiles."""
-    listed = attention.kernels_of(model.plan(V4_PRO).layers, SM90)
+    listed = attention_layers.kernels_of(model.plan(V4_PRO).layers, SM90)
     assert [engine.build_request(params).name for params in listed if params.kernel == PRENORM.name] == [
         f"tf32_hc_prenorm_gemm_n24_{tile}" for tile in ("32x1", "128x2", "64x2", "64x4", "32x8", "64x8")
     ]
@@ -168,9 +168,9 @@ def test_a_hyper_connection_needs_kernels_for_every_m_and_split() -> None:
 def test_models_without_hyper_connections_have_an_indexers_kernels_only(config: dict[str, Any], heads: int) -> None:
     found = model.plan(config, 8)
     assert not found.problems
-    assert attention.indexers(found.layers) == {(heads, 128)}
+    assert attention_layers.indexers(found.layers) == {(heads, 128)}
     assert served(found)["indexer.wq_b"] == (heads * 128, config["q_lora_rank"]), "whole on each GPU"
-    assert {params.kernel for params in attention.kernels_of(found.layers, SM90)} == {
+    assert {params.kernel for params in attention_layers.kernels_of(found.layers, SM90)} == {
         "sm90_fp8_mqa_logits",
         "sm90_fp8_paged_mqa_logits",
         "paged_mqa_logits_metadata",
@@ -217,7 +217,7 @@ def test_deepseek_v4_by_its_tensors_and_by_its_config(tmp_path: Path, tp: int) -
     assert sizes(found) == sizes(want)
     assert set(found.problems) == set(want.problems)
     assert {x.name for x in found.layers if x.elsewhere} >= {"compressor.fused_wkv_wgate", "head", "embed"}
-    kernels = [attention.kernels_of(each.layers, SM90) for each in (found, want)]
+    kernels = [attention_layers.kernels_of(each.layers, SM90) for each in (found, want)]
     assert kernels[0] == kernels[1]
     assert len(kernels[0]) == 10
 

@@ -19,7 +19,7 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.epilogues import apart
 from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
-from deep_gemm.kernels.quantize import FEW_ROWS, SOME_ROWS
+from deep_gemm.kernels.quantize_kernels import FEW_ROWS, SOME_ROWS
 from deep_gemm.ops.reference import ACTIVATIONS
 from deep_gemm.parts import parse
 from deep_gemm.runtime import engine

@@ -14,7 +14,7 @@ from rows_cases import CASES, assert_right, same
 
 from deep_gemm import InvalidInputError, UnsupportedError, fused, kernels, quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.rows import FUNCTIONS, ROWS, WHOLE_ROWS
+from deep_gemm.kernels.row_kernels import FUNCTIONS, ROWS, WHOLE_ROWS
 from deep_gemm.spec import CopySpec, RowsSpec
 from deep_gemm.testing import guarded
 

@@ -60,7 +60,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.quantization"),
     ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
-    ("deep_gemm.aot.attention", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
+    ("deep_gemm.aot.attention_layers", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
     ("deep_gemm.aot.checkpoint",),
     ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
     ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"),

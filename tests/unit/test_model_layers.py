@@ -35,7 +35,7 @@ from model_cases import (
 )
 
 import deep_gemm
-from deep_gemm.aot import attention, model
+from deep_gemm.aot import attention_layers, model
 from deep_gemm.aot.experts import shares
 from deep_gemm.aot.layers import FP8, GROUPED, Layer, LayerPlan
 from deep_gemm.arch import SM90
@@ -222,13 +222,13 @@ def test_a_model_runs_dense_operations_that_exist(call: Any, op: str) -> None:
 @pytest.mark.parametrize(("heads", "size", "kernels"), [(64, 128, 4), (32, 128, 4), (24, 128, 0), (64, 96, 0)])
 def test_an_indexer_needs_kernels_for_prompts_and_pages(heads: int, size: int, kernels: int) -> None:
     layers = model.plan(DEEPSEEK_V32 | {"index_n_heads": heads, "index_head_dim": size}, 8).layers
-    assert attention.indexers(layers) == {(heads, size)}
-    found = [engine.build_request(params).name for params in attention.kernels_of(layers, SM90)]
+    assert attention_layers.indexers(layers) == {(heads, size)}
+    found = [engine.build_request(params).name for params in attention_layers.kernels_of(layers, SM90)]
     assert len(found) == len(set(found)) == kernels
     if kernels:
         pages = [f"fp8_paged_mqa_logits_h{heads}_d128_f32_q{next_n}" for next_n in (1, 2)]
         assert found == [f"fp8_mqa_logits_h{heads}_d128_f32_q{256 // heads}", *pages, "paged_mqa_logits_metadata"]
-    assert attention.kernels_of([], SM90) == []
+    assert attention_layers.kernels_of([], SM90) == []
 
 
 def test_what_is_not_read_or_strange_is_a_problem() -> None:

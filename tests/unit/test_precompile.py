@@ -21,7 +21,7 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
-from deep_gemm.kernels.rows import ROWS
+from deep_gemm.kernels.row_kernels import ROWS
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import RowsSpec

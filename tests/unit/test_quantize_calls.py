@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.quantize import (
+from deep_gemm.kernels.quantize_kernels import (
     FEW_ROWS,
     QUANTIZE,
     ROWS_OF_FLOATS,

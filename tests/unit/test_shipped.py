@@ -20,7 +20,7 @@ from jit_fakes import FakeCompiler
 from test_budgets import BUDGETS, LLAMA_3
 
 from deep_gemm import CompileError, CompilerNotFoundError, InvalidInputError, cache_info, kernels, ops
-from deep_gemm.aot import attention, cards, shipped
+from deep_gemm.aot import attention_layers, cards, shipped
 from deep_gemm.aot.build import choose
 from deep_gemm.aot.layers import Layer
 from deep_gemm.aot.workload import GemmShape, plan, shapes
@@ -139,7 +139,7 @@ MODELS = {
     "DeepSeek-V3, dense, on one GPU": lambda: set(
         choose(shapes(dense_layers(DEEPSEEK_V3), representatives(16384)[::8])).kernels
     ),
-    "DeepSeek-V3.2's indexer": lambda: set(attention.kernels_of(INDEXER, SM90)),
+    "DeepSeek-V3.2's indexer": lambda: set(attention_layers.kernels_of(INDEXER, SM90)),
     "Llama 3 8B": lambda: served(LLAMA_3["8B"]),
     "Llama 3 70B": lambda: served(LLAMA_3["70B"]),
 }

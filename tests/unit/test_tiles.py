@@ -19,7 +19,7 @@ from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.launch import LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
-from deep_gemm.kernels.base import Kernel, Value
+from deep_gemm.kernels.base import KernelFamily, Value
 from deep_gemm.kernels.families import GEMMS
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
@@ -200,7 +200,7 @@ def test_ctas_of_one_tile_copy_whole_pieces_of_d() -> None:
 
 
 @pytest.mark.parametrize("family", kernels.registry().values(), ids=lambda family: family.name)
-def test_a_spec_of_another_kind_is_refused(family: Kernel) -> None:
+def test_a_spec_of_another_kind_is_refused(family: KernelFamily) -> None:
     other = ops.spec(8, 8, 128, 132) if family is TRANSPOSE_SCALES else TransposeSpec(8, 8)
     assert family.refuses(other)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.rows import FUNCTIONS
+from deep_gemm.kernels.row_kernels import FUNCTIONS
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.ops.reference import gelu, gelu_erf, silu

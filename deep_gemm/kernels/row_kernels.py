@@ -26,7 +26,7 @@ FEW = 1 << 20
 
 
 @record(frozen=True)
-class RowFunction:
+class DeviceFunction:
     """A function of rows. ``inputs`` are its matrices and vectors, in the order of the device code, which ``code``
     names for a form and the optional operands that are given."""
 
@@ -58,18 +58,18 @@ def _silu_and_mul(form: str, given: tuple[str, ...]) -> str:
     return f"Elementwise<Tile, SiluMul<{flags}>>{{{{number, {factors}}}}}"
 
 
-FUNCTIONS: Mapping[str, RowFunction] = MappingProxyType(
+FUNCTIONS: Mapping[str, DeviceFunction] = MappingProxyType(
     {
-        "add_gelu": RowFunction(
+        "add_gelu": DeviceFunction(
             ("x", "y"),
             lambda form, given: f"Elementwise<Tile, AddGelu<{_flag(form == 'tanh')}>>{{}}",
             forms=("erf", "tanh"),
             numbered=False,
         ),
-        "mul_add": RowFunction(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
-        "silu_and_mul": RowFunction(("x",), _silu_and_mul, optional=("factors",), forms=("halves", "interleaved")),
-        "rms_norm": RowFunction(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
-        "layer_norm": RowFunction(
+        "mul_add": DeviceFunction(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
+        "silu_and_mul": DeviceFunction(("x",), _silu_and_mul, optional=("factors",), forms=("halves", "interleaved")),
+        "rms_norm": DeviceFunction(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
+        "layer_norm": DeviceFunction(
             ("x", "residual", "weight", "bias"), _norm(True), optional=("residual", "bias"), reduces=True
         ),
     }
@@ -229,7 +229,7 @@ class RowsFamily(KernelFamily):
         return list(dict.fromkeys(found))
 
 
-def _function(params: KernelParams) -> RowFunction:
+def _function(params: KernelParams) -> DeviceFunction:
     return FUNCTIONS[str(params.options[0])]
 
 
