@@ -20,7 +20,7 @@ import torch
 
 import deep_gemm
 from deep_gemm.backends.deepgemm import load, use
-from deep_gemm.backends.grouped_operations import MGrouped
+from deep_gemm.backends.grouped_operations import MGroupedOperation
 from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 
@@ -52,7 +52,7 @@ def draw(count: int, seed: int) -> list[tuple[str, list[int], int, int]]:
     return sets
 
 
-class Drawn(MGrouped):
+class Drawn(MGroupedOperation):
     """A contiguous product whose groups have the given rows."""
 
     def __init__(self, dtype: str, sizes: list[int]) -> None:

@@ -43,7 +43,7 @@ def logits_and_bounds(q: Tensor, k: Tensor, scales: Tensor, weights: Tensor) -> 
     return exact * scales.double(), (4 * squares.sqrt_() + 2.0**-15 * sizes) * scales.double()
 
 
-class Logits(Operation):
+class LogitsOperation(Operation):
     """64 heads of 128 elements, float32 results."""
 
     rate = "fp8"
@@ -57,7 +57,7 @@ class Logits(Operation):
 
 
 @operation
-class MqaLogits(Logits):
+class MqaLogitsOperation(LogitsOperation):
     """``fp8_mqa_logits(q, (keys, scales), weights, start, end)``, cleaned. Queries are the last of the keys, and attend
     all before them."""
 
@@ -99,7 +99,7 @@ class MqaLogits(Logits):
 
 
 @operation
-class PagedMqaLogits(Logits):
+class PagedMqaLogitsOperation(LogitsOperation):
     """``fp8_paged_mqa_logits(q, kv_cache, weights, context_lens, block_table, schedule_meta, width)``: the last tokens
     of each request, over pages of 64 keys in random order."""
 
@@ -161,7 +161,7 @@ class PagedMqaLogits(Logits):
 
 
 @operation
-class Prenorm(Operation):
+class PrenormOperation(Operation):
     """``tf32_hc_prenorm_gemm(a, b, d, sqr_sum)``: d (M, 24) and sqr_sum (M) lie one after the other in one operand."""
 
     name = "tf32_hc_prenorm_gemm"

@@ -13,11 +13,11 @@ from deep_gemm.ops.cast_reference import per_block_cast_to_fp8, per_token_cast_t
 
 from ..ops.batched import BHD, BHR
 from ..spec import SCALE_BLOCK, align, ceil_div
-from .operations import Operand, Product, k_refused, normal, unpaired
+from .operations import Operand, ProductOperation, k_refused, normal, unpaired
 from .registry import Dims, Rate, operation
 
 
-class Einsum(Product):
+class EinsumOperation(ProductOperation):
     """``bhr,hdr->bhd`` or ``bhd,hdr->bhr``. d is bfloat16."""
 
     dims = ("rows", "heads", "K", "N")
@@ -72,7 +72,7 @@ class Einsum(Product):
         return dims[0] * dims[1] * dims[3]
 
 
-EINSUMS = Einsum("einsum"), Einsum("einsum_bhd_hdr_bhr", BHD)
-FP8_EINSUM = Einsum("fp8_einsum", fp8=True)
+EINSUMS = EinsumOperation("einsum"), EinsumOperation("einsum_bhd_hdr_bhr", BHD)
+FP8_EINSUM = EinsumOperation("fp8_einsum", fp8=True)
 for _einsum in (*EINSUMS, FP8_EINSUM):
     operation(_einsum)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.batched import BHD
 from ..ops.cublaslt import widened
-from .batched_operations import EINSUMS, FP8_EINSUM, Einsum
+from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
 from .operations import HALF_GEMMS
 from .registry import Call, kernel
 
@@ -74,7 +74,7 @@ def half(form: str, a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) ->
     return lambda: torch.mm(a, b, out=d, **wide)
 
 
-def each_head(op: Einsum, a: Tensor, b: Tensor, d: Tensor) -> Call:
+def each_head(op: EinsumOperation, a: Tensor, b: Tensor, d: Tensor) -> Call:
     """A batch of products, which are returned one after the other."""
     rows, weights = a.transpose(0, 1), b if op.form == BHD else b.transpose(1, 2)
     return lambda: torch.bmm(rows, weights).flatten(0, 1)

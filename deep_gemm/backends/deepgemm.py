@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import ops
 from ..errors import DeepGemmError, UnsupportedError
-from .attention_operations import MqaLogits, PagedMqaLogits, Prenorm
+from .attention_operations import MqaLogitsOperation, PagedMqaLogitsOperation, PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM
 from .grouped_operations import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
@@ -86,27 +86,29 @@ def weight_gradient(a: Any, b: Any, d: Any, c: Any = None) -> Call:
     return functools.partial(library().fp8_gemm_nt, a, b, d, c=c, recipe=RECIPES[ops.WGRAD])
 
 
-@kernel("deepgemm", MqaLogits.name, prepares=True)
+@kernel("deepgemm", MqaLogitsOperation.name, prepares=True)
 def logits(*operands: Any) -> Call:
     """A call of its `fp8_mqa_logits`, which cleans the result in a second kernel."""
-    if not hasattr(library(), MqaLogits.name):
-        raise UnsupportedError(f"this version has no {MqaLogits.name}, and what it has instead cleans no columns")
+    if not hasattr(library(), MqaLogitsOperation.name):
+        raise UnsupportedError(
+            f"this version has no {MqaLogitsOperation.name}, and what it has instead cleans no columns"
+        )
     return functools.partial(library().fp8_mqa_logits, *operands[:-1], clean_logits=True)
 
 
-@kernel("deepgemm", PagedMqaLogits.name, prepares=True)
+@kernel("deepgemm", PagedMqaLogitsOperation.name, prepares=True)
 def paged_logits(q: Any, *operands: Any) -> Call:
     """A call of its `fp8_paged_mqa_logits`, or of the newer name."""
     rest = (*operands[:-1], operands[-1].shape[1])
-    if hasattr(library(), PagedMqaLogits.name):
+    if hasattr(library(), PagedMqaLogitsOperation.name):
         return functools.partial(library().fp8_paged_mqa_logits, q, *rest, clean_logits=False)
     return functools.partial(library().fp8_fp4_paged_mqa_logits, (q, None), *rest)
 
 
-@kernel("deepgemm", Prenorm.name, prepares=True)
+@kernel("deepgemm", PrenormOperation.name, prepares=True)
 def prenorm(*operands: Any) -> Call:
     """A call that writes both results."""
-    return prepare(Prenorm.name, *Prenorm.arguments(*operands))
+    return prepare(PrenormOperation.name, *PrenormOperation.arguments(*operands))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from deep_gemm.ops.reference import group_rows
 
 from ..layout import get_mn_major_tma_aligned_tensor
 from ..spec import SCALE_BLOCK, Grouping, align, ceil_div
-from .operations import Operand, Product, k_refused, normal, unpaired
+from .operations import Operand, ProductOperation, k_refused, normal, unpaired
 from .registry import Dims, Rate, operation
 
 SPREAD = 0.3
@@ -23,7 +23,7 @@ ALIGNMENT = 128
 """Contiguous groups start at multiples of this many rows. K of each group is a multiple of it."""
 
 
-class Grouped(Product):
+class GroupedOperation(ProductOperation):
     """Products of groups, in FP8 or BF16."""
 
     def __init__(self, dtype: str, name: str) -> None:
@@ -41,7 +41,7 @@ class Grouped(Product):
         return 2 * sum(self.counts(dims)) * dims[2] * dims[3]
 
 
-class MGrouped(Grouped):
+class MGroupedOperation(GroupedOperation):
     """``m_grouped_*_gemm_nt_contiguous(a, b, d, grouped_layout)`` in the index form, with rows of padding after each
     group, or ``m_grouped_*_gemm_nt_masked(a, b, d, masked_m, expected_m)``. d is bfloat16."""
 
@@ -111,7 +111,7 @@ class MGrouped(Grouped):
         return sum(self.counts(dims)) * dims[2]
 
 
-class KGrouped(Grouped):
+class KGroupedOperation(GroupedOperation):
     """``k_grouped_*(a, b, d, ks, grouped_layout)``, products of each group's part of K, d float32 (groups, M, N).
     Backends may add to d in place, which begins as zeros."""
 
@@ -168,5 +168,5 @@ class KGrouped(Grouped):
 
 
 GROUPINGS: tuple[Grouping, ...] = ("contiguous", "masked")
-M_GROUPED = tuple(operation(MGrouped(dtype, grouping)) for dtype in ("fp8", "bf16") for grouping in GROUPINGS)
-K_GROUPED = tuple(operation(KGrouped(dtype)) for dtype in ("fp8", "bf16"))
+M_GROUPED = tuple(operation(MGroupedOperation(dtype, grouping)) for dtype in ("fp8", "bf16") for grouping in GROUPINGS)
+K_GROUPED = tuple(operation(KGroupedOperation(dtype)) for dtype in ("fp8", "bf16"))

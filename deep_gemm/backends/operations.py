@@ -42,7 +42,7 @@ def unpaired(x: Any) -> Operand:
     return (x, None) if isinstance(x, Tensor) else (x[0], x[1])
 
 
-class Product(Operation):
+class ProductOperation(Operation):
     """Matrix products, in FP8 or in 16 bits. The bounds are those of `testing.accuracy`."""
 
     output_at = 2
@@ -71,7 +71,7 @@ class Product(Operation):
         return tolerance(exact, torch.cat(found), self.output(operands).dtype)
 
 
-class Gemm(Product):
+class GemmOperation(ProductOperation):
     """D (M x N) = A @ B^T in one form, by the table of `ops`. Of FP8, A and B are pairs with scales."""
 
     dims = ("M", "N", "K")
@@ -146,4 +146,4 @@ def k_refused(k: int) -> str:
 
 
 for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *HALF_GEMMS):
-    operation(Gemm(_name))
+    operation(GemmOperation(_name))

@@ -10,7 +10,7 @@ from torch import Tensor
 import deep_gemm
 from deep_gemm import fused, ops
 
-from .attention_operations import MqaLogits, PagedMqaLogits, Prenorm
+from .attention_operations import MqaLogitsOperation, PagedMqaLogitsOperation, PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM
 from .grouped_operations import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
@@ -61,19 +61,19 @@ def linear_gelu(a: Tensor, b: Tensor, bias: Tensor, d: Tensor) -> Call:
     return functools.partial(deep_gemm.bf16_gemm_nt, a, b, d, epilogue=deep_gemm.Epilogue(bias, "gelu"))
 
 
-@kernel("cuda", MqaLogits.name, prepares=True)
+@kernel("cuda", MqaLogitsOperation.name, prepares=True)
 def logits(*operands: Any) -> Call:
     """A call that returns the logits."""
-    return prepare(MqaLogits.name, *operands[:-1])
+    return prepare(MqaLogitsOperation.name, *operands[:-1])
 
 
-@kernel("cuda", PagedMqaLogits.name, prepares=True)
+@kernel("cuda", PagedMqaLogitsOperation.name, prepares=True)
 def paged_logits(*operands: Any) -> Call:
     """A call that returns the logits."""
-    return prepare(PagedMqaLogits.name, *operands[:-1], operands[-1].shape[1])
+    return prepare(PagedMqaLogitsOperation.name, *operands[:-1], operands[-1].shape[1])
 
 
-@kernel("cuda", Prenorm.name, prepares=True)
+@kernel("cuda", PrenormOperation.name, prepares=True)
 def prenorm(a: Tensor, b: Tensor, out: Tensor) -> Call:
     """A call that writes both results."""
-    return prepare(Prenorm.name, *Prenorm.arguments(a, b, out))
+    return prepare(PrenormOperation.name, *PrenormOperation.arguments(a, b, out))

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, layer_norm, silu
 
 from .. import ops
 from ..testing.accuracy import half_accumulation_bound, tolerance
-from .operations import Gemm, normal
+from .operations import GemmOperation, normal
 from .registry import Dims, Operation, operation
 
 FORMULAS: Mapping[str, tuple[str, Callable[..., Tensor]]] = {
@@ -63,7 +63,7 @@ class RowsFunction(Operation):
         return dims[0] * dims[1]
 
 
-class LinearGelu(Gemm):
+class LinearGelu(GemmOperation):
     """D = gelu(A @ B^T + bias) in bfloat16, with GELU by tanh: a, b, bias (N) float32 and d."""
 
     examples = ((4096, 4096, 2048), (4096, 4096, 7168))

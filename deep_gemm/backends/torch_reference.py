@@ -25,15 +25,15 @@ from ..ops.reference import (
     m_grouped_reference,
 )
 from ..runtime.operation import Operation
-from .attention_operations import Prenorm
-from .batched_operations import EINSUMS, FP8_EINSUM, Einsum
-from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGrouped
-from .operations import HALF_GEMMS, Gemm, unpaired
+from .attention_operations import PrenormOperation
+from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
+from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGroupedOperation
+from .operations import HALF_GEMMS, GemmOperation, unpaired
 from .registry import Call, get_operation, kernel
 from .row_operations import FORMULAS
 
 
-def dense(op: Gemm, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> None:
+def dense(op: GemmOperation, a: Any, b: Any, d: Tensor, c: Tensor | None = None) -> None:
     if op.rate == "fp8":
         fp8_gemm_reference(a[0], a[1], b[0], b[1], d, c, op.scaling)
     else:
@@ -45,7 +45,7 @@ for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *HALF_GEMMS):
     kernel("torch", _name)(functools.partial(dense, _op))
 
 
-def m_grouped(op: MGrouped, a: Any, b: Any, d: Tensor, layout: Tensor, expected_m: int = 0) -> None:
+def m_grouped(op: MGroupedOperation, a: Any, b: Any, d: Tensor, layout: Tensor, expected_m: int = 0) -> None:
     (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
     m_grouped_reference(a, b, layout, d, op.grouping, ALIGNMENT, sfa, sfb)
 
@@ -71,7 +71,7 @@ for _k_grouped in K_GROUPED:
     kernel("torch", _k_grouped.name)(k_grouped)
 
 
-def each_head(op: Einsum, a: Any, b: Any, d: Tensor) -> None:
+def each_head(op: EinsumOperation, a: Any, b: Any, d: Tensor) -> None:
     (a, sfa), (b, sfb) = unpaired(a), unpaired(b)
     a, d = a.transpose(0, 1), d.transpose(0, 1)
     sfa = None if sfa is None else sfa.transpose(0, 1)
@@ -91,7 +91,9 @@ def on_any_device(operation: Operation, *arguments: Any) -> None:
 
 kernel("torch", MqaLogits.name)(lambda *operands: on_any_device(MqaLogits(), *operands, True, 0))
 kernel("torch", PagedMqaLogits.name)(functools.partial(on_any_device, PagedMqaLogits()))
-kernel("torch", Prenorm.name)(lambda *operands: on_any_device(HcPrenormGemm(), *Prenorm.arguments(*operands), None))
+kernel("torch", PrenormOperation.name)(
+    lambda *operands: on_any_device(HcPrenormGemm(), *PrenormOperation.arguments(*operands), None)
+)
 
 
 def of_rows(function: Callable[..., Tensor], *operands: Tensor) -> None:
