@@ -61,11 +61,11 @@ def check(params: KernelParams, builder: Builder) -> None:
     }
     operation: Any
     if form == "none":
-        operation, tensors["bias"] = Dense(f"{kind}_gemm_nt", fused=parts.tensors), tensors["bias"][0]
+        operation, tensors["bias"] = Dense(f"{kind}_gemm_nt", epilogue_tensors=parts.tensors), tensors["bias"][0]
         given["b"] = (b[0][0], b[1][0]) if kind == "fp8" else b[0]
     else:
         name = f"m_grouped_{kind}_gemm_nt_{'masked' if form == 'masked' else 'contiguous'}"
-        operation = MGrouped(name, fused=parts.tensors)
+        operation = MGrouped(name, epilogue_tensors=parts.tensors)
         given[operation.layout] = layout
         given |= {"expected_m": 64} if form == "masked" else {"alignment": 128, "use_psum_layout": form == "psum"}
     given |= {name: tensors[name] for name in parts.tensors}

@@ -77,7 +77,7 @@ def along_m(params: KernelParams, builder: Builder) -> None:
         bias = torch.randint(-9, 10, (len(ROUTING.counts), N), device=DEVICE).float()
         for group, part in enumerate(ROUTING.slices()):
             wanted[part] += bias[group]
-        operation, more = MGrouped(name, fused=("bias",)), {"bias": bias, "epilogue": str(params.epilogue)}
+        operation, more = MGrouped(name, epilogue_tensors=("bias",)), {"bias": bias, "epilogue": str(params.epilogue)}
     size = {"expected_m": 64} if form == "masked" else {"alignment": ROUTING.alignment}
     size |= {"use_psum_layout": True} if form == "psum" else {}
     given = {"a": a, "b": b, "d": d.tensor, operation.layout: layout, **size, **more}

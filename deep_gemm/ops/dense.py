@@ -18,10 +18,10 @@ from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
 from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
-from .finished import Finished, with_bias
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
+from .with_epilogue import EpilogueOperator, with_bias
 
 _TAKES = {TORCH[PRODUCTS[name].dtype]: name for name in (BF16, FP16)}
 """The operations of 16-bit values."""
@@ -37,8 +37,8 @@ _RANKS: dict[str, tuple[int, ...]] = {
 class Dense(Gemm):
     """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
 
-    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
-        super().__init__(name, accumulates, fused)
+    def __init__(self, name: str, accumulates: bool = False, epilogue_tensors: tuple[str, ...] | None = None) -> None:
+        super().__init__(name, accumulates, epilogue_tensors)
         self.parameters = (*self.first, C, *self.options, *self.epilogue_parameters, layouts.form(self.product.forms))
         self.absent = () if accumulates else ("c",)
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
@@ -61,7 +61,7 @@ class Dense(Gemm):
         self._check_values(named, form)
         scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
         self._check_outputs(named, form, epilogue)
-        self.check_fused(named, epilogue)
+        self.check_epilogue_tensors(named, epilogue)
         if checks.is_fake(named.values()):
             return None
         if self.is_scaled:
@@ -202,6 +202,6 @@ def _stride_of_rows(sf: Tensor) -> int:
 fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
 """The functions behind the public ones; ``form`` is their last argument."""
 for _name in (FP8, BF16, FP16):
-    Finished(Dense, _name)
+    EpilogueOperator(Dense, _name)
 fp8_bias, bf16_bias, fp16_bias = (with_bias(Dense, _name) for _name in (FP8, BF16, FP16))
-"""The same with a bias as the epilogue: see `finished.with_bias`."""
+"""The same with a bias as the epilogue: see `with_epilogue.with_bias`."""

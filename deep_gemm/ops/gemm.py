@@ -20,12 +20,12 @@ from ..kernels.groups import memory_bytes
 from ..parts import MATRICES, NO_PARTS, NOT_CAST, PARTS, VECTORS, Parts, by_part
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
-from . import checks, finished, layouts, scales
+from . import checks, layouts, scales, with_epilogue
 from .custom_activation import check_vectors, in_torch
 from .epilogue import given_epilogue, is_float32, parts_of
-from .finished import FUSED
 from .layouts import Preparation
 from .table import DTYPES, PRODUCTS, TORCH, spec
+from .with_epilogue import EPILOGUE_TENSORS
 
 kernels.gemms()  # imported here: every product needs them, and in a first call they would take half of its time
 
@@ -73,14 +73,14 @@ class GemmOperands:
     @property
     def plain(self) -> dict[str, Tensor]:
         """The tensors without those of an epilogue."""
-        return {name: tensor for name, tensor in self.tensors.items() if name not in FUSED}
+        return {name: tensor for name, tensor in self.tensors.items() if name not in EPILOGUE_TENSORS}
 
     @property
     def finish(self) -> Finish | None:
         """The epilogue for the reference."""
         if not self.epilogue:
             return None
-        more: dict[str, Any] = {name: tensor for name, tensor in self.tensors.items() if name in FUSED}
+        more: dict[str, Any] = {name: tensor for name, tensor in self.tensors.items() if name in EPILOGUE_TENSORS}
         vectors = {name: more.pop(name) for name in VECTORS if name in more}
         parts = self.epilogue
         own = None if parts.expression is None else in_torch(parts.expression, vectors)
@@ -90,8 +90,8 @@ class GemmOperands:
 
 
 class Gemm(Operation):
-    """One product, for all dtypes. ``accumulates``: there is a c. ``fused``: the tensors of its epilogue, names of
-    `FUSED`; None for a product without an epilogue, which passes calls that ask for one on to a product with it."""
+    """One product, for all dtypes. ``accumulates``: there is a c. ``epilogue_tensors``: those of its epilogue, names in
+    `EPILOGUE_TENSORS`. None: it has no epilogue, and a call that asks for one is redirected to a product that has."""
 
     output = "d"
     layout = ""
@@ -102,13 +102,16 @@ class Gemm(Operation):
     asking: tuple[Parameter, ...] = (ALPHA, EPILOGUE)
     """The parameters of the public function that ask for an epilogue."""
 
-    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
+    def __init__(self, name: str, accumulates: bool = False, epilogue_tensors: tuple[str, ...] | None = None) -> None:
         self.name, self.product = name, PRODUCTS[name]
-        self.has_epilogue, self.fused = fused is not None, fused or ()
+        self.has_epilogue, self.epilogue_tensors = epilogue_tensors is not None, epilogue_tensors or ()
         self.epilogue_parameters = self.asking
         if self.has_epilogue:
             given = Parameter("alpha", "float", 1.0, "internal"), Parameter("epilogue", "str", "none", "internal")
-            self.epilogue_parameters = *given, *(Parameter(each, TENSOR, use="internal") for each in self.fused)
+            self.epilogue_parameters = (
+                *given,
+                *(Parameter(each, TENSOR, use="internal") for each in self.epilogue_tensors),
+            )
             self.has_operator = False
         self.is_scaled = self.product.is_scaled
         self.dtype = TORCH[self.product.dtype]
@@ -119,13 +122,13 @@ class Gemm(Operation):
         parts = {"a": "a[0]", "sfa": "a[1]", "b": "b[0]", "sfb": "b[1]"} if self.is_scaled else {}
         self.operands = {name: parts.get(name, name) for name in names}
         self.operands |= {"layout": self.layout} if self.layout else {}
-        self.operands |= {name: name for name in self.fused}
+        self.operands |= {name: name for name in self.epilogue_tensors}
         self.operands |= {"c": "c", "d": "d"} if accumulates else {"d": "d"}
-        self.outputs = ("d", "sfd") if "sfd" in self.fused else ()
-        self.in_place = "c" if accumulates else next((name for name in MATRICES if name in self.fused), "")
+        self.outputs = ("d", "sfd") if "sfd" in self.epilogue_tensors else ()
+        self.in_place = "c" if accumulates else next((name for name in MATRICES if name in self.epilogue_tensors), "")
         self.weights = tuple(name for name in names if "b" in name) if self.has_weights else ()
         self.unsigned = (*(("a", "b") if self.is_scaled else ()), *(("layout",) if self.layout else ()))
-        self.unsigned += ("d",) if "sfd" in self.fused else ()
+        self.unsigned += ("d",) if "sfd" in self.epilogue_tensors else ()
 
     def named(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The tensors by the names that messages use, in the order of `operands`."""
@@ -142,7 +145,7 @@ class Gemm(Operation):
                 found[name] = given[name]
         return found | {
             SCALES_OF_D if name == "sfd" else name: given[name]
-            for name in (self.layout, *self.fused, "c", "d")
+            for name in (self.layout, *self.epilogue_tensors, "c", "d")
             if name in self.operands.values()
         }
 
@@ -174,8 +177,8 @@ class Gemm(Operation):
             text = epilogue.fp8_text
         given = {**arguments, "alpha": epilogue.number, "epilogue": text, **tensors}
         may_record = torch.compiler.is_compiling() or type(given["d"]) is not Tensor  # a DTensor is one of others
-        if not (may_record and finished.records(self.name, given)):
-            finished.call(type(self), self.name, given, tuple(tensors))
+        if not (may_record and with_epilogue.records(self.name, given)):
+            with_epilogue.call(type(self), self.name, given, tuple(tensors))
 
     def columns(self, named: Mapping[str, Tensor], parts: Parts) -> int:
         """Columns of d: N, or with SwiGLU half of it. Refuses what cannot have a gate."""
@@ -201,8 +204,8 @@ class Gemm(Operation):
         if why := parts.refusal(groups=bool(self.layout)):
             raise UnsupportedError(why)
         tensors = parts.tensors
-        for name in FUSED:
-            if (name in tensors) != (name in self.fused):
+        for name in EPILOGUE_TENSORS:
+            if (name in tensors) != (name in self.epilogue_tensors):
                 has, what = ("has", "must be given") if name in tensors else ("has no", "must be None")
                 raise InvalidInputError(f"{name} {what}: the epilogue is {checks.shown(text)}, which {has} {name}.")
         if not is_float32(alpha) or (alpha != 1 and not parts.alpha):
@@ -212,18 +215,18 @@ class Gemm(Operation):
             )
         return parts
 
-    def check_fused(self, named: Mapping[str, Any], parts: Parts) -> None:
+    def check_epilogue_tensors(self, named: Mapping[str, Any], parts: Parts) -> None:
         """Check the tensors of an epilogue against the shape of d."""
-        if not self.fused:
+        if not self.epilogue_tensors:
             return
         *groups, m, columns = named["d"].shape
         n = named["b"].shape[-2]
         shapes = by_part((*groups, m), (*named["b"].shape[:-2], n), tuple(named["d"].shape))
-        if "sfd" in self.fused:
+        if "sfd" in self.epilogue_tensors:
             self._check_cast(named, (*groups, m, ceil_div(columns, SCALE_BLOCK)))
         if parts.expression is not None:
             check_vectors(parts.expression, named, m, n)
-        for part in (each for each in PARTS if each.name in self.fused):
+        for part in (each for each in PARTS if each.name in self.epilogue_tensors):
             name, x, wanted, dtype = part.name, named[part.name], shapes[part.name], named["d"].dtype
             given = part.given(DTYPES.get(x.dtype, ""))
             if part.dtypes and (given != getattr(parts, name) or DTYPES.get(x.dtype) not in part.dtypes):

@@ -25,7 +25,7 @@ RECIPES: dict[Blocks, tuple[int, int, int]] = {"column": (1, 1, 128), "tile": (1
 
 _WRITTEN: tuple[tuple[str, ...], ...] = ("plain",), ("transposed",), ("plain", "transposed")
 _CASTS = {names: Quantize(names) for names in _WRITTEN}
-_PRODUCT, _ADDED, _BIASED = Dense(FP8), Dense(FP8, accumulates=True), Dense(FP8, fused=("bias",))
+_PRODUCT, _ADDED, _BIASED = Dense(FP8), Dense(FP8, accumulates=True), Dense(FP8, epilogue_tensors=("bias",))
 
 _BLOCKS = Parameter("blocks", "Blocks", "column", choices=tuple(RECIPES))
 

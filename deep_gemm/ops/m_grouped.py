@@ -22,10 +22,10 @@ from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Major, align, ceil_div
 from . import checks, device_values, layouts, scales
 from .checks import MAX_SIZE, shape_of
-from .finished import Finished
 from .gemm import EPILOGUE, SCALES_OF_D, TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
 from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
+from .with_epilogue import EpilogueOperator
 
 MAJOR_K_MULTIPLE = 64
 """If N of a 16-bit B is contiguous, K is a multiple of the kernels' steps, so that none reads rows of two groups."""
@@ -43,11 +43,11 @@ class MGrouped(Gemm):
     kept = ("d", "sfd")  # rows past a group's last
     asking = (EPILOGUE,)
 
-    def __init__(self, name: str, accumulates: bool = False, fused: tuple[str, ...] | None = None) -> None:
+    def __init__(self, name: str, accumulates: bool = False, epilogue_tensors: tuple[str, ...] | None = None) -> None:
         self.is_masked = PRODUCTS[name].grouping == "masked"
         """Whether a and d have the group in front."""
         self.layout = "masked_m" if self.is_masked else "grouped_layout"
-        super().__init__(name, fused=fused)
+        super().__init__(name, epilogue_tensors=epilogue_tensors)
         self.settings = ("check",)
         tensors = *self.first, Parameter(self.layout, TENSOR)
         if self.is_masked:
@@ -110,7 +110,7 @@ class MGrouped(Gemm):
         check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
         if self.is_scaled:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
-        self.check_fused(named, epilogue)
+        self.check_epilogue_tensors(named, epilogue)
         of_rows = [part.name for part in PARTS if part.axes == "m" and part.name in named]
         named |= {name: _flat_rows(name, named[name]) for name in of_rows}
         if checks.is_fake(named.values()):
@@ -326,4 +326,4 @@ _NAMES = M_FP8, M_FP8_MASKED, M_BF16, M_BF16_MASKED
 fp8, fp8_masked, bf16, bf16_masked = (entry(MGrouped(name)) for name in _NAMES)
 """The functions behind the public ones; in the contiguous form, ``alignment`` and ``form`` are their last arguments."""
 for _name in _NAMES:
-    Finished(MGrouped, _name)
+    EpilogueOperator(MGrouped, _name)

@@ -15,11 +15,11 @@ from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
 
 from .table import DTYPES
 
-FUSED = (*(part.name for part in PARTS), "sfd", *VECTORS)
+EPILOGUE_TENSORS = (*(part.name for part in PARTS), "sfd", *VECTORS)
 """The tensors of an epilogue, and the scales of a d of FP8."""
 
 _operators = getattr(torch.ops, operators.NAMESPACE)
-_traced: dict[str, Finished] = {}
+_traced: dict[str, EpilogueOperator] = {}
 
 
 def call(kind: Callable[..., Operation], product: str, given: Mapping[str, Any], tensors: tuple[str, ...]) -> None:
@@ -67,17 +67,17 @@ def _entry(
     return entry(operation), tuple(parameter.name for parameter in operation.entry_arguments)
 
 
-class Finished(Operation):
+class EpilogueOperator(Operation):
     """All calls of ``product``, an operation ``kind``, with an epilogue, as one operator of torch. Tensors that an
     epilogue has not are None."""
 
     def __init__(self, kind: Callable[..., Operation], product: str) -> None:
         self.name, self._kind, self._product = f"{product}_epilogue", kind, product
-        every = kind(product, True, FUSED)
+        every = kind(product, True, EPILOGUE_TENSORS)
         self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
         self.kept = every.kept
-        required = [x for x in every.parameters if x.name not in FUSED and x.use != "public_only"]
-        self.parameters = *required, *(Parameter(name, "Tensor | None", None, "internal") for name in FUSED)
+        required = [x for x in every.parameters if x.name not in EPILOGUE_TENSORS and x.use != "public_only"]
+        self.parameters = *required, *(Parameter(name, "Tensor | None", None, "internal") for name in EPILOGUE_TENSORS)
         self.operator, self.names = operators.name_of((self,)), [parameter.name for parameter in self.arguments]
         _traced[product] = self
         operators.announce((self,), self._call)
@@ -91,7 +91,10 @@ class Finished(Operation):
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """As the operation's. K is whole: an epilogue takes finished sums."""
-        return {name: own.replace("k", "K") for name, own in self._kind(self._product, True, FUSED).axes(form).items()}
+        return {
+            name: own.replace("k", "K")
+            for name, own in self._kind(self._product, True, EPILOGUE_TENSORS).axes(form).items()
+        }
 
     def check(self, *arguments: Any, **named: Any) -> Any:
         """As the operation for the tensors that are given."""
@@ -109,4 +112,4 @@ class Finished(Operation):
 
 
 def _present(given: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(name for name in FUSED if given.get(name) is not None)
+    return tuple(name for name in EPILOGUE_TENSORS if given.get(name) is not None)
