@@ -40,7 +40,7 @@ from torch.nn import functional
 
 from deep_gemm.bench import provenance
 from deep_gemm.nn import FP8Linear, MoE
-from deep_gemm.nn.exchange import Exchange
+from deep_gemm.nn.exchange import TokenExchange
 from deep_gemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel, gather_in_fp8
 from deep_gemm.testing import timing
 
@@ -90,7 +90,7 @@ class TorchExperts(nn.Module):
 
     def __init__(self, layer: MoE, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.router, self.top_k, self.exchange = copy.deepcopy(layer.router), layer.top_k, Exchange(mesh)
+        self.router, self.top_k, self.exchange = copy.deepcopy(layer.router), layer.top_k, TokenExchange(mesh)
         self.experts = layer.gate_up.num_groups
         own = slice(*(self.experts // mesh.size() * each for each in (mesh.get_rank(), mesh.get_rank() + 1)))
         self.gate_up, self.down = (nn.Parameter(x.weight.detach()[own].clone()) for x in (layer.gate_up, layer.down))

@@ -45,7 +45,7 @@ class Forced(Dense):
     """A product with an FP8 d, in ``launches`` launches whatever the model says."""
 
     def __init__(self, op: str, tensors: tuple[str, ...], launches: int) -> None:
-        super().__init__(op, fused=tensors)
+        super().__init__(op, epilogue_tensors=tensors)
         self.launches = launches
 
     def work(self, x: Any, device: int) -> Work:
