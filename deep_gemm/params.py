@@ -9,6 +9,7 @@ from typing import Any
 
 from deep_gemm.parts import NO_PARTS, Parts
 from deep_gemm.records import record
+from deep_gemm.spec import Major
 
 
 @record(frozen=True)
@@ -119,7 +120,7 @@ class KernelParams:
     ``shape`` is (m, n, k), with 0 for each dimension that stays a run-time argument. ``store`` is "tma" if D's rows
     begin at multiples of 16 bytes, as TMA and 16-byte copies need. Otherwise it is "direct": element by element.
 
-    Of a GEMM: ``dtype`` is that of A and B, ``majors`` has a letter for A and one for B ("k", or "m" for MN-major),
+    Of a GEMM: ``dtype`` is that of A and B, ``form`` is the BLAS form of A and B ("nt": both are K-major),
     ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``accumulate`` says how C is added:
     "none"; "reads", by consumers; or "reduces", by TMA, which adds to D. ``grouping`` is as in `GemmSpec`,
     ``segments`` the size of the table of groups, and ``epilogue`` is applied to final sums.
@@ -133,7 +134,7 @@ class KernelParams:
     store: str = "direct"
     shape: tuple[int, int, int] = (0, 0, 0)
     dtype: str = ""
-    majors: str = "kk"
+    form: str = "nt"
     scaling: str = "none"
     output: str = ""
     accumulate: str = "none"
@@ -141,6 +142,11 @@ class KernelParams:
     segments: int = 32
     epilogue: Parts = NO_PARTS
     options: tuple[str | bool, ...] = ()
+
+    @property
+    def majors(self) -> tuple[Major, Major]:
+        """The dimensions that are contiguous in A and in B, as in `Operand`."""
+        return ("k" if self.form[0] == "n" else "mn"), ("k" if self.form[1] == "t" else "mn")
 
     @property
     def gemm(self) -> GemmConfig:

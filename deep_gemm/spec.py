@@ -114,6 +114,11 @@ class GemmSpec:
         return cls(**{**fields, **operands, "block_multiple": multiple, "epilogue": epilogue})
 
     @property
+    def form(self) -> str:
+        """The BLAS form of A and B: "nt" where both are K-major."""
+        return ("n" if self.a.major == "k" else "t") + ("t" if self.b.major == "k" else "n")
+
+    @property
     def flops(self) -> int:
         """Floating-point operations; a multiply-add counts as two."""
         rows = self.expected_m or self.m

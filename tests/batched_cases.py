@@ -39,10 +39,10 @@ def apart(rows: int, columns: int, by_rows: bool, groups: int, piece: int = 8) -
 
 def surrounded(values: Tensor, by_rows: bool = False, major: str = "k") -> Guarded:
     """A copy of matrices (batch, rows, columns), with NaN after each row and each matrix. The rows are contiguous, or
-    with the major "m" the columns."""
+    with the major "mn" the columns."""
     groups, rows, columns = values.shape
     piece = 16 // values.element_size()
-    if major == "m":
+    if major == "mn":
         step, column = apart(columns, rows, by_rows, groups, piece)
         return guarded_copy(values, (step, 1, column))
     step, row = apart(rows, columns, by_rows, groups, piece)
@@ -115,7 +115,7 @@ def fp8(params: KernelParams, builder: Builder, groups: int, m: int, n: int, k: 
     values = scaled(groups, m, n, k)
     dims = "".join(letter for letter, size in zip("mnk", params.shape, strict=True) if size)
     for by_rows in (False, True):
-        x = {name: surrounded(each, by_rows, "m" if name == "sfa" else "k") for name, each in values.items()}
+        x = {name: surrounded(each, by_rows, "mn" if name == "sfa" else "k") for name, each in values.items()}
         d = output(groups, m, n, torch.bfloat16, by_rows, params.store == "tma")
         pairs = {name: (x[name].tensor, x["sf" + name].tensor) for name in "ab"}
         launch(Batched("fp8_bmm"), {**pairs, "d": d.tensor, "compiled_dims": dims}, params.config, builder)

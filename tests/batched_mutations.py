@@ -10,8 +10,8 @@ from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
     "batch": case(HALF_BATCHED, 128, 128),
-    "pair": case(HALF_BATCHED, 128, 256, (2, 1, 1), majors="km"),
-    "direct": case(HALF_BATCHED, 64, 64, majors="km", store="direct"),
+    "pair": case(HALF_BATCHED, 128, 256, (2, 1, 1), form="nn"),
+    "direct": case(HALF_BATCHED, 64, 64, form="nn", store="direct"),
     "fp8": case(FP8_BATCHED, 128, 128, (1, 1), 2, 2),
     "fp8 pair": case(FP8_BATCHED, 128, 256, (2, 1), 1, 1),
     "fp8 direct": case(FP8_BATCHED, 64, 64, (1, 1), 2, 2, store="direct"),

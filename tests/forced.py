@@ -64,8 +64,7 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
     if params.dtype == "e4m3":
         return ops.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
     op = "bf16_gemm_nt" if params.dtype == "bf16" else "fp16_gemm_nt"
-    majors = tuple("k" if major == "k" else "mn" for major in params.majors)
-    return ops.spec(m, n, k, num_sms, op, majors=majors, output=params.output, **more)  # type: ignore[arg-type]
+    return ops.spec(m, n, k, num_sms, op, majors=params.majors, output=params.output, **more)  # type: ignore[arg-type]
 
 
 def fits(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> bool:

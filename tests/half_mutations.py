@@ -12,7 +12,7 @@ from deep_gemm.params import KernelParams
 KERNELS: dict[str, KernelParams] = {
     "late": case(HALF_GEMM, 128, 128),
     "float": case(HALF_GEMM, 128, 128, output="f32", accumulate="reads"),
-    "mn major": case(HALF_GEMM, 128, 256, majors="mm"),
+    "mn major": case(HALF_GEMM, 128, 256, form="tn"),
     "split": case(HALF_GEMM, 64, 64, (1, 1, 2)),
     "direct": case(HALF_GEMM, 64, 64, store="direct"),
     "transposed": case(HALF_SWAP_AB, 136, 128),

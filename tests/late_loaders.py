@@ -33,7 +33,7 @@ KERNELS: dict[str, KernelParams] = {
     "turned 2x2": case(HALF_SWAP_AB, 96, 128, (2, 2, 1)),
     "turned 4x1": case(HALF_SWAP_AB, 96, 64, (4, 1, 1)),
     "turned 1x4": case(HALF_SWAP_AB, 96, 64, (1, 4, 1)),
-    "turned 2x2, MN-major": case(HALF_SWAP_AB, 128, 128, (2, 2, 1), majors="mm"),
+    "turned 2x2, MN-major": case(HALF_SWAP_AB, 128, 128, (2, 2, 1), form="tn"),
 }
 
 

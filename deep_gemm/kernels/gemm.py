@@ -24,7 +24,7 @@ from .features import Features
 from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
 from .groups import ALONG_M
-from .template import BYTES, NAMES, Template, kernel_name
+from .template import BYTES, Template, kernel_name
 
 SCALINGS = {
     ("none", "none"): "none",
@@ -46,7 +46,7 @@ def _none(spec: GemmSpec) -> None:
 class GemmFamily(KernelFamily):
     """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
 
-    It is built for ``archs``. It takes operands of ``dtypes`` with the ``majors`` and ``scalings``, writes D in
+    It is built for ``archs``. It takes operands of ``dtypes`` in the ``forms`` and ``scalings``, writes D in
     ``outputs``, adds C in the ways ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D whose rows
     begin at multiples of 16 bytes. ``limit`` refuses more, in a sentence. Names of kernels begin with ``prefix``, if it
     is given, instead of operands and output, and descriptions of configs with ``label``. Cases are the serving set with
@@ -58,7 +58,7 @@ class GemmFamily(KernelFamily):
     serving: tuple[tuple[Any, ...], ...]
     dtypes: tuple[str, ...]
     outputs: tuple[str, ...]
-    majors: tuple[str, ...] = ("kk",)
+    forms: tuple[str, ...] = ("nt",)
     scalings: tuple[str, ...] = ("none",)
     groupings: tuple[Grouping, ...] = ("none",)
     accumulates: tuple[Accumulate, ...] = get_args(Accumulate)
@@ -106,9 +106,8 @@ class GemmFamily(KernelFamily):
         if scaling not in self.scalings:
             known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
             return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
-        if (given := majors_of(spec)) not in self.majors:
-            known = ", ".join(NAMES[each].upper() for each in self.majors)
-            return f"the layouts of A and B must be {known}, not {NAMES[given].upper()}"
+        if spec.form not in self.forms:
+            return f"the layouts of A and B must be {', '.join(self.forms).upper()}, not {spec.form.upper()}"
         for name, operand in (("A", a), ("B", b)):
             if why := self.rules.unreadable(name, operand):
                 return why
@@ -226,7 +225,7 @@ class GemmFamily(KernelFamily):
             store="tma" if spec.d.aligned else "direct",
             shape=(m, n, k),
             dtype=spec.a.dtype,
-            majors=majors_of(spec),
+            form=spec.form,
             scaling=scaling_of(spec),
             output=spec.d.dtype,
             accumulate=self.adds(spec),
@@ -240,7 +239,7 @@ class GemmFamily(KernelFamily):
         its text. Their defaults are TMA stores, and the first of everything that the family supports."""
         arch, dtype = arch or self.arch, options.get("dtype", self.dtypes[0])
         output = dtype if self.outputs[0] == SAME else self.outputs[0]
-        first = {"dtype": dtype, "majors": self.majors[0], "scaling": self.scalings[0], "output": output}
+        first = {"dtype": dtype, "form": self.forms[0], "scaling": self.scalings[0], "output": output}
         first |= {"grouping": self.groupings[0], "store": "tma"}
         if isinstance(text := options.get("epilogue"), str):
             options["epilogue"] = parse(text)
@@ -321,11 +320,6 @@ class GemmFamily(KernelFamily):
 def scaling_of(spec: GemmSpec) -> str:
     """The name of the spec's scaling; see `KernelParams`."""
     return SCALINGS[spec.a.scaling, spec.b.scaling]
-
-
-def majors_of(spec: GemmSpec) -> str:
-    """The letters of the majors of A and B; see `KernelParams`."""
-    return ("k" if spec.a.major == "k" else "m") + ("k" if spec.b.major == "k" else "m")
 
 
 @functools.cache

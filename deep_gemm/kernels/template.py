@@ -25,15 +25,11 @@ NAMES = {
     "e4m3": "fp8",
     "bf16": "bf16",
     "f16": "fp16",
-    "kk": "nt",
-    "km": "nn",
-    "mm": "tn",
-    "mk": "tt",
     "none": "",
     "reads": "add",
     "reduces": "reduce",
 }
-"""In names of kernels: dtypes, BLAS names of majors, and ways to add C."""
+"""In names of kernels: dtypes, and ways to add C."""
 
 _HEADS = {
     "none": "",
@@ -173,7 +169,7 @@ def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix:
     if p.dtype == "e4m3":
         kind = [prefix or f"{head}_{p.scaling}_{p.output}"]
     else:
-        kind = [head, NAMES[p.majors], p.output if p.output != p.dtype else ""]
+        kind = [head, p.form, p.output if p.output != p.dtype else ""]
     k = f"k{c.cluster_k}" + (f"x{c.consumers_k}" if rules.names_consumers_k else "")
     parts = [
         _HEADS.get(p.grouping, "m_grouped"),

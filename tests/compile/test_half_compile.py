@@ -59,7 +59,7 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     assert products == {f"HGMMA.64x{fields['mma_n']}x16.F32{'.BF16' if params.dtype == 'bf16' else ''}"}
     transposed = {name for line in re.findall(r"\bHGMMA\..*", text) for name in re.findall(r"\b(tnsp[AB])\b", line)}
     left, right = reversed(params.majors) if config.swap_ab else params.majors
-    assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "m"}
+    assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "mn"}
     # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
     # single elements.
     few, rows = params.kernel == HALF_SWAPPED.name, params.grouping in ALONG_M

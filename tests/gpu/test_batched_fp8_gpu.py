@@ -39,7 +39,7 @@ def test_einsum_is_exact(rows: int) -> None:
     x = scaled(h, rows, d, r)
     wanted = scaled_product(x).transpose(0, 1).to(BF16)
     a, sfa = (x[name].transpose(0, 1) for name in ("a", "sfa"))
-    major = surrounded(x["sfa"], major="m").tensor.transpose(0, 1)
+    major = surrounded(x["sfa"], major="mn").tensor.transpose(0, 1)
     for given in ((a, sfa), (a.contiguous(), sfa.contiguous()), (a, major)):
         out = guarded((rows, h, d), BF16, DEVICE, (h * (d + 8), d + 8, 1))
         deep_gemm.fp8_einsum(BHR, given, (x["b"], x["sfb"]), out.tensor)
@@ -131,7 +131,7 @@ def test_constant_weights_are_read_early(rows: int) -> None:
     """While the previous kernel writes a."""
     x = scaled(16, rows, 256, 512)
     wanted, source = scaled_product(x).to(BF16), x["a"].clone()
-    sfa = surrounded(x["sfa"], major="m").tensor
+    sfa = surrounded(x["sfa"], major="mn").tensor
     for name in ("b", "sfb"):
         deep_gemm.declare_constant(x[name])
     d = torch.empty(16, rows, 256, device=DEVICE, dtype=BF16)

@@ -45,7 +45,7 @@ def test_einsum_is_einsum() -> None:
 
 
 @pytest.mark.parametrize("by_rows", [False, True])
-@pytest.mark.parametrize("major", ["k", "m"])
+@pytest.mark.parametrize("major", ["k", "mn"])
 def test_products_of_any_strides(by_rows: bool, major: str) -> None:
     """And scales of any strides."""
     values = scaled(H, B, D, R)

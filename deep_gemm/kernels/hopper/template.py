@@ -84,7 +84,7 @@ class HopperTemplate(Template):
         producer, consumer = self.registers(c)
         majors = p.majors[::-1] if c.swap_ab else p.majors  # of the operands of wgmma
         buffers, late = self.staging(p)
-        steps = {"k": "kStepKMajor", "m": "kStepMnMajor"}
+        steps = {"k": "kStepKMajor", "mn": "kStepMnMajor"}
         own: dict[str, str | int | bool] = {
             "block_n": c.block_n,
             "cluster_m": c.cluster_m,
@@ -100,8 +100,8 @@ class HopperTemplate(Template):
             "buffers": buffers,
             "late": late,
             "swapped": c.swap_ab,
-            "mn_major_a": p.majors[0] == "m",
-            "mn_major_b": p.majors[1] == "m",
+            "mn_major_a": p.majors[0] == "mn",
+            "mn_major_b": p.majors[1] == "mn",
             "grouping": _CONSTANTS.get(f"{p.grouping} in parts" if c.parts else p.grouping, "kUngrouped"),
             "segments": p.segments,
             "a_rows": groups.a_rows(p.grouping, p.dtype, c),
@@ -117,7 +117,7 @@ class HopperTemplate(Template):
             "tma_store": p.store == "tma",
             "mma_n": self.mma_n(c),
             "mma_types": _MMA_TYPES[p.dtype],
-            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'm')}" for major in majors),
+            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'mn')}" for major in majors),
             "step_a": steps[majors[0]],
             "step_b": steps[majors[1]],
             **{name: own[name] for name in self.constant_names},
