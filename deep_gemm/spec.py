@@ -23,6 +23,13 @@ AMAX_MIN = 1e-4
 Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
+SCALINGS: dict[tuple[Scaling, Scaling], str] = {
+    ("none", "none"): "none",
+    ("1x128", "1x128"): "1d1d",
+    ("1x128", "128x128"): "1d2d",
+    ("row", "row"): "rowwise",
+}
+"""The names of supported pairs of scalings, those of A and of B."""
 Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]
 Accumulate: TypeAlias = Literal["none", "in place", "from c"]
 
@@ -117,6 +124,11 @@ class GemmSpec:
     def form(self) -> str:
         """The BLAS form of A and B: "nt" where both are K-major."""
         return ("n" if self.a.major == "k" else "t") + ("t" if self.b.major == "k" else "n")
+
+    @property
+    def scaling(self) -> str:
+        """The name in `SCALINGS` of the scalings of A and B; "" if no family has both."""
+        return SCALINGS.get((self.a.scaling, self.b.scaling), "")
 
     @property
     def flops(self) -> int:

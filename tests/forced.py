@@ -18,13 +18,12 @@ from deep_gemm.jit.compilers import Compiler, choose
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.jit.driver.module import Function, load_function
 from deep_gemm.kernels import epilogues
-from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.reference import Scalings
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import calls, engine
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, QuantizeSpec, align
+from deep_gemm.spec import SCALINGS, GemmSpec, QuantizeSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
 COMPILING_THREADS = 16

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..params import GemmConfig
 from ..spec import GemmSpec
-from .gemm import SAME, GemmFamily, scaling_of
+from .gemm import SAME, GemmFamily
 from .groups import ALONG_M
 from .hopper import serving
 from .hopper.fp8_gemm import Fp8Gemm
@@ -21,14 +21,14 @@ SHAPE = (0, 2112, 7168)
 
 
 def _plain_has_own_kernels(spec: GemmSpec) -> str | None:
-    if scaling_of(spec) == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
+    if spec.scaling == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
         return "1D2D with bf16 output and without C has kernels of its own"
     return None
 
 
 def _rows_have_own_kernel(spec: GemmSpec) -> str | None:
     plain = spec.d.dtype == "bf16" and spec.d.aligned and spec.accumulate == "none"
-    if plain and scaling_of(spec) == "rowwise":
+    if plain and spec.scaling == "rowwise":
         return "scales of rows with bf16 output and without C have a kernel of their own"
     return _plain_has_own_kernels(spec)
 

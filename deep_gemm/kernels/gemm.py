@@ -17,7 +17,7 @@ from ..jit.driver.launch import LaunchShape
 from ..params import GemmConfig, KernelParams
 from ..parts import MATRICES, Parts, parse
 from ..records import record
-from ..spec import SCALE_BLOCK, Accumulate, GemmSpec, Grouping, Spec
+from ..spec import SCALE_BLOCK, SCALINGS, Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, groups
 from .base import Argument, KernelFamily, Numbers, Strides, Value
 from .features import Features
@@ -25,14 +25,6 @@ from .gemm_features import Counts, constant_features
 from .gemm_features import features as count
 from .groups import ALONG_M
 from .template import BYTES, Template, kernel_name
-
-SCALINGS = {
-    ("none", "none"): "none",
-    ("1x128", "1x128"): "1d1d",
-    ("1x128", "128x128"): "1d2d",
-    ("row", "row"): "rowwise",
-}
-"""The name of each supported pair of scalings, those of A and of B."""
 
 SAME = "same"
 """In `GemmFamily.outputs`: the dtype of the operands."""
@@ -102,8 +94,7 @@ class GemmFamily(KernelFamily):
         a, b, d = spec.a, spec.b, spec.d
         if a.dtype not in self.dtypes or b.dtype != a.dtype:
             return f"A and B must both be {' or both '.join(self.dtypes)}, not {a.dtype} and {b.dtype}"
-        scaling = SCALINGS.get((a.scaling, b.scaling), "")
-        if scaling not in self.scalings:
+        if spec.scaling not in self.scalings:
             known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
             return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
         if spec.form not in self.forms:
@@ -169,7 +160,7 @@ class GemmFamily(KernelFamily):
     def fitting(self, spec: GemmSpec, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
         """Those of ``configs`` for which `fits` is true."""
         multiple_m, multiple_n = spec.block_multiple
-        accumulate, scaling, fits = self.adds(spec), scaling_of(spec), self.rules.fits
+        accumulate, scaling, fits = self.adds(spec), spec.scaling, self.rules.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
         has_epilogue = bool(spec.epilogue)
         return [
@@ -203,7 +194,7 @@ class GemmFamily(KernelFamily):
 
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
         """The inputs of the performance model; with groups, those of about as much work without."""
-        size, scaling = BYTES[spec.a.dtype], SCALINGS[spec.a.scaling, spec.b.scaling]
+        size, scaling = BYTES[spec.a.dtype], spec.scaling
         counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if config.parts:
             return groups.in_parts(lambda each: count(*counts, each, config, size), spec, config)
@@ -226,7 +217,7 @@ class GemmFamily(KernelFamily):
             shape=(m, n, k),
             dtype=spec.a.dtype,
             form=spec.form,
-            scaling=scaling_of(spec),
+            scaling=spec.scaling,
             output=spec.d.dtype,
             accumulate=self.adds(spec),
             grouping=spec.grouping,
@@ -315,11 +306,6 @@ class GemmFamily(KernelFamily):
             pdl=pdl,
         )
         return shape, {"m": spec.m, "n": spec.n, "k": spec.k, **values}
-
-
-def scaling_of(spec: GemmSpec) -> str:
-    """The name of the spec's scaling; see `KernelParams`."""
-    return SCALINGS[spec.a.scaling, spec.b.scaling]
 
 
 @functools.cache

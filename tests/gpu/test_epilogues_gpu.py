@@ -21,10 +21,10 @@ from deep_gemm import Epilogue, ops, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
 from deep_gemm.kernels.families import FP8_SCALED, GEMMS
-from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops.reference import ACTIVATIONS, Finish, Scalings
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import parse
+from deep_gemm.spec import SCALINGS
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16, F32 = torch.bfloat16, torch.float32

@@ -12,16 +12,15 @@ from forced import DTYPES
 from gpu_cases import DEVICE
 
 import deep_gemm
-from deep_gemm.kernels.gemm import SCALINGS
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.reference import exact_product
 from deep_gemm.runtime import engine
-from deep_gemm.spec import Scaling, TransposeBytesSpec, align, ceil_div
+from deep_gemm.spec import SCALINGS, Scaling, TransposeBytesSpec, align, ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded_copy, integer_operands
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 E4M3 = torch.float8_e4m3fn
-KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items() if kind != "none"}  # type: ignore[misc]
+KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items() if kind != "none"}
 RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None}
 
 
