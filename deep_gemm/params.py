@@ -121,8 +121,8 @@ class KernelParams:
     begin at multiples of 16 bytes, as TMA and 16-byte copies need. Otherwise it is "direct": element by element.
 
     Of a GEMM: ``dtype`` is that of A and B, ``form`` is the BLAS form of A and B ("nt": both are K-major),
-    ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``accumulate`` says how C is added:
-    "none"; "reads", by consumers; or "reduces", by TMA, which adds to D. ``grouping`` is as in `GemmSpec`,
+    ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``adds_c`` says what adds C:
+    "none"; "threads", which read C; or "tma", which adds the product to D in memory. ``grouping`` is as in `GemmSpec`,
     ``segments`` the size of the table of groups, and ``epilogue`` is applied to final sums.
 
     Of a cast: ``dtype`` is the input's, and ``options`` are those fields of its spec that the code depends on.
@@ -137,7 +137,7 @@ class KernelParams:
     form: str = "nt"
     scaling: str = "none"
     output: str = ""
-    accumulate: str = "none"
+    adds_c: str = "none"
     grouping: str = "none"
     segments: int = 32
     epilogue: Parts = NO_PARTS

@@ -127,7 +127,7 @@ def summed(params: KernelParams, builder: Builder, groups: int, m: int, n: int, 
     """Raises AssertionError."""
     k = align(k, 64)
     values = integers(groups, m, k), integers(groups, n, k, seed=1)
-    out, accumulates = DTYPES[params.output], params.accumulate != "none"
+    out, accumulates = DTYPES[params.output], params.adds_c != "none"
     before = integers(m, n, dtype=out, seed=2)
     for by_rows in (False, True):
         a, b = (surrounded(x, by_rows) for x in values)
@@ -135,7 +135,7 @@ def summed(params: KernelParams, builder: Builder, groups: int, m: int, n: int, 
         d.tensor.copy_(before)
         given: dict[str, Any] = {"a": a.tensor, "b": b.tensor, "d": d.tensor}
         if accumulates:
-            given["c"] = d.tensor if params.accumulate == "reduces" else before
+            given["c"] = d.tensor if params.adds_c == "tma" else before
         launch(Summed("bf16_bmk_bnk_mn", accumulates), given, params.config, builder)
         d.check("d")
         wanted = product(*values).sum(0) + (before.double() if accumulates else 0)

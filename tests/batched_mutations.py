@@ -19,8 +19,8 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 swapped direct": case(FP8_BATCHED_SWAPPED, 16, 1, 1, 2, store="direct"),
     "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
     "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
-    "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), accumulate="reduces"),
-    "parts": case(HALF_SUMMED, 128, 128, (1, 1, 4), 1, True, accumulate="reads"),
+    "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), adds_c="tma"),
+    "parts": case(HALF_SUMMED, 128, 128, (1, 1, 4), 1, True, adds_c="threads"),
     "parts of one CTA": case(HALF_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
 }
 

@@ -38,7 +38,7 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
 def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     """The features of any kernel: which it is, and among the GEMMs of its operands' dtype its scales, output, groups
     and epilogue, and each way to work; among helpers of one name their options."""
-    kinds: dict[str, Hashable] = {name: getattr(params, name) for name in ("scaling", "output", "accumulate", "store")}
+    kinds: dict[str, Hashable] = {name: getattr(params, name) for name in ("scaling", "output", "adds_c", "store")}
     kinds |= {"grouping": params.grouping, "majors": params.majors}
     parts = params.epilogue
     kinds["epilogue"] = bool(parts), parts.is_gated, bool(parts.cast)

@@ -57,7 +57,7 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
     """The spec of these sizes that the kernel of ``params`` computes."""
     more: dict[str, Any] = {
         "aligned": params.store == "tma",
-        "accumulate": {"none": "none", "reads": "from c", "reduces": "in place"}[params.accumulate],
+        "accumulate": {"none": "none", "threads": "from c", "tma": "in place"}[params.adds_c],
         "epilogue": params.epilogue,
     }
     if params.dtype == "e4m3":
@@ -107,7 +107,7 @@ def operands(params: KernelParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
 def assert_right(params: KernelParams, tensors: Mapping[str, Tensor], c: Tensor | None = None) -> None:
     """Assert that d is within the bound for the operands of `force_gemm`, and for c if it is added."""
     a, b, d = (tensors[name] for name in "abd")
-    c = None if params.accumulate == "none" else c
+    c = None if params.adds_c == "none" else c
     if params.dtype == "e4m3":
         assert_close_to_exact(d, a, tensors["sfa"], b, tensors["sfb"], c=c, scaling=scaling_of(params))
     else:

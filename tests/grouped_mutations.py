@@ -13,9 +13,9 @@ KERNELS: dict[str, KernelParams] = {
     "labels": case(FP8_GROUPED, 128, 128, (1, 1), 2, 1, grouping="contiguous"),
     "ends": case(HALF_GROUPED, 128, 128, grouping="psum"),
     "counts": case(FP8_GROUPED, 64, 64, grouping="masked"),
-    "depths": case(HALF_K_GROUPED, 128, 128, output="f32", accumulate="reduces"),
-    "maps": case(FP8_K_GROUPED, 128, 128, (1, 1), 2, 1, accumulate="reduces"),
-    "mixed": case(FP8_K_GROUPED, 128, 256, (1, 1), 1, 1, scaling="1d2d", accumulate="reduces"),
+    "depths": case(HALF_K_GROUPED, 128, 128, output="f32", adds_c="tma"),
+    "maps": case(FP8_K_GROUPED, 128, 128, (1, 1), 2, 1, adds_c="tma"),
+    "mixed": case(FP8_K_GROUPED, 128, 256, (1, 1), 1, 1, scaling="1d2d", adds_c="tma"),
 }
 """A kernel of each form."""
 

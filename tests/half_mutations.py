@@ -11,7 +11,7 @@ from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
     "late": case(HALF_GEMM, 128, 128),
-    "float": case(HALF_GEMM, 128, 128, output="f32", accumulate="reads"),
+    "float": case(HALF_GEMM, 128, 128, output="f32", adds_c="threads"),
     "mn major": case(HALF_GEMM, 128, 256, form="tn"),
     "split": case(HALF_GEMM, 64, 64, (1, 1, 2)),
     "direct": case(HALF_GEMM, 64, 64, store="direct"),

@@ -57,7 +57,7 @@ from deep_gemm.testing import calc_diff, random_operands
 OTHERS: list[KernelParams] = [
     *half_mutations.KERNELS.values(),
     case(HALF_GEMM, 128, 256, (2, 1, 1), form="nn"),
-    case(HALF_GEMM, 256, 128, (1, 2, 1), form="tn", output="f32", accumulate="reduces"),
+    case(HALF_GEMM, 256, 128, (1, 2, 1), form="tn", output="f32", adds_c="tma"),
     case(HALF_SWAP_AB, 112, 128, (2, 2, 1)),
     case(HALF_SWAP_AB, 96, 64, (1, 4, 1), form="nn"),
     case(HALF_SWAP_AB, 152, 192, (2, 1, 1)),
@@ -111,7 +111,7 @@ def run_other(params: KernelParams, function: Function, stream: int) -> bool:
     c = torch.randn(m, n, device="cuda").to(DTYPES[params.output])
     found = []
     for early in (False, True):
-        tensors = {**given, "d": c.clone()} | ({"c": c} if params.accumulate == "reads" else {})
+        tensors = {**given, "d": c.clone()} | ({"c": c} if params.adds_c == "threads" else {})
         force_gemm(params, function, tensors, sms, stream, early, early)()
         found.append(tensors["d"])
     torch.cuda.synchronize()
@@ -119,7 +119,7 @@ def run_other(params: KernelParams, function: Function, stream: int) -> bool:
         exact = exact_product(*given.values(), scaling=scaling_of(params))
     else:
         exact = given["a"].double() @ given["b"].double().t()
-    exact = exact + (0 if params.accumulate == "none" else c.double())
+    exact = exact + (0 if params.adds_c == "none" else c.double())
     return float(calc_diff(found[0], exact)) < 1e-5 and torch.equal(*found)
 
 

@@ -11,13 +11,13 @@ from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
     "rows": case(FP8_SCALED, 128, 128),
-    "parts": case(FP8_SCALED, 128, 160, accumulate="reduces"),
-    "blocks": case(FP8_SCALED, 64, 64, scaling="1d2d", accumulate="reads"),
+    "parts": case(FP8_SCALED, 128, 160, adds_c="tma"),
+    "blocks": case(FP8_SCALED, 64, 64, scaling="1d2d", adds_c="threads"),
     "whole": case(FP8_SCALED, 128, 128, scaling="rowwise"),
     "direct": case(FP8_SCALED, 64, 64, scaling="rowwise", store="direct"),
     "own": case(FP8_ROWS, 128, 192),
     "swapped": case(FP8_SCALED_SWAPPED, 32),
-    "swapped split": case(FP8_SCALED_SWAPPED, 16, 4, scaling="1d2d", output="f32", accumulate="reads"),
+    "swapped split": case(FP8_SCALED_SWAPPED, 16, 4, scaling="1d2d", output="f32", adds_c="threads"),
 }
 """All scalings, outputs, and ways to add C."""
 

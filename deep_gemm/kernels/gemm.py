@@ -160,7 +160,7 @@ class GemmFamily(KernelFamily):
     def fitting(self, spec: GemmSpec, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
         """Those of ``configs`` for which `fits` is true."""
         multiple_m, multiple_n = spec.block_multiple
-        accumulate, scaling, fits = self.adds(spec), spec.scaling, self.rules.fits
+        adds_c, scaling, fits = self.adds_c(spec), spec.scaling, self.rules.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
         has_epilogue = bool(spec.epilogue)
         return [
@@ -174,16 +174,16 @@ class GemmFamily(KernelFamily):
             and not (spec.batch_invariant and (c.cluster_k * c.consumers_k > 1 or c.parts))
             and alignment % c.block_m == 0
             and not (has_epilogue and not self.rules.finishes(c))
-            and fits(spec, c, accumulate, scaling)
+            and fits(spec, c, adds_c, scaling)
         ]
 
-    def adds(self, spec: GemmSpec) -> str:
-        """How C is added, as `KernelParams.accumulate` says it. Stores add after any epilogue, so not with one."""
+    def adds_c(self, spec: GemmSpec) -> str:
+        """What adds C, see `KernelParams`. TMA would add after an epilogue, so not with one."""
         if spec.accumulate == "none":
             return "none"
         in_place = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned
-        reduces = in_place and self.rules.adds_in_memory and not spec.epilogue
-        return "reduces" if reduces else "reads"
+        by_tma = in_place and self.rules.adds_in_memory and not spec.epilogue
+        return "tma" if by_tma else "threads"
 
     def describe(self, config: Any) -> str:
         """Tile, stages, consumers, cluster, and CTAs per SM."""
@@ -219,7 +219,7 @@ class GemmFamily(KernelFamily):
             form=spec.form,
             scaling=spec.scaling,
             output=spec.d.dtype,
-            accumulate=self.adds(spec),
+            adds_c=self.adds_c(spec),
             grouping=spec.grouping,
             epilogue=spec.epilogue,
             segments=groups.segments(spec.grouping, spec.groups),
@@ -236,7 +236,7 @@ class GemmFamily(KernelFamily):
             options["epilogue"] = parse(text)
         params = KernelParams(**{"kernel": self.name, "arch": arch.name, "config": config, **first, **options})
         if config.parts:  # the consumers that add all parts store them
-            params = replace(params, store="direct", accumulate=params.accumulate.replace("reduces", "reads"))
+            params = replace(params, store="direct", adds_c=params.adds_c.replace("tma", "threads"))
         table = groups.table_bytes(params.grouping, params.segments)
         return replace(params, config=self.rules.fitted(params, table, arch))
 

@@ -26,8 +26,8 @@ NAMES = {
     "bf16": "bf16",
     "f16": "fp16",
     "none": "",
-    "reads": "add",
-    "reduces": "reduce",
+    "threads": "add",
+    "tma": "reduce",
 }
 """In names of kernels: dtypes, and ways to add C."""
 
@@ -84,7 +84,7 @@ class Template(ABC):
         """Why kernels cannot read A or B, as a sentence, or None if they can."""
         return None if operand.aligned else f"the address and the row stride of {name} must be multiples of 16 bytes"
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """Whether the legal config ``config`` can run ``spec``. Only what this template adds to `GemmFamily.fits`."""
         return True
 
@@ -174,7 +174,7 @@ def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix:
     parts = [
         _HEADS.get(p.grouping, "m_grouped"),
         *kind,
-        NAMES[p.accumulate],
+        NAMES[p.adds_c],
         f"{tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
         f"p{c.num_partials}" if rules.names_partials else "",
         f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",

@@ -110,7 +110,7 @@ def for_nvcc(cases: list[KernelParams]) -> list[KernelParams]:
         return math.prod(params.config.tile)
 
     def kinds(params: KernelParams) -> frozenset[Hashable]:
-        fields = ("kernel", "scaling", "accumulate", "grouping")
+        fields = ("kernel", "scaling", "adds_c", "grouping")
         return frozenset((name, getattr(params, name)) for name in fields)
 
     wide = sorted((params for params in cases if area(params) >= 128 * 128), key=area, reverse=True)

@@ -65,8 +65,8 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     few, rows = params.kernel == HALF_SWAPPED.name, params.grouping in ALONG_M
     tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched", "parts") else "2D"
     loads = "3D" if params.grouping in ("batched", "parts", "summed") else "2D"
-    assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.accumulate != "reduces")
-    assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.accumulate == "reduces")
+    assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.adds_c != "tma")
+    assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.adds_c == "tma")
     assert ("STG.E.128" in text) == (config.parts or (tma and (rows or (few and params.output != "f32"))))
     assert set(re.findall(r"UTMALDG\.(\dD)", text)) == {loads}
     assert (f"UTMALDG.{loads}.MULTICAST" in text) == (config.cluster_m * config.cluster_n > 1)

@@ -74,7 +74,7 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     config = params.gemm
     shared = (params.kernel, config.cluster_m, config.cluster_n, config.cluster_k)
     kinds = {"parts": (config.num_consumers, config.ctas_per_sm, config.block_m % 64 > 0), "store": params.store}
-    kinds |= {"output": (params.output, params.accumulate), "majors": params.majors, "scaling": params.scaling}
+    kinds |= {"output": (params.output, params.adds_c), "majors": params.majors, "scaling": params.scaling}
     return frozenset([shared, *((params.kernel, kind, value) for kind, value in kinds.items())])
 
 
@@ -115,9 +115,9 @@ def launches(
     outputs = [guarded((m, n), out, DEVICE, strides) for _ in range(runs)]
     stream, prepared = engine.raw_stream(torch.cuda.current_device()), []
     for d in outputs:
-        if params.accumulate == "reduces":
+        if params.adds_c == "tma":
             d.tensor.copy_(c)
-        tensors = {**given, "d": d.tensor} | ({"c": c} if params.accumulate == "reads" else {})
+        tensors = {**given, "d": d.tensor} | ({"c": c} if params.adds_c == "threads" else {})
         prepared.append(force_gemm(params, function, tensors, num_sms, stream, early, early))
     torch.cuda.synchronize()
     for launch in prepared:
@@ -140,7 +140,7 @@ def test_every_kernel_is_right_whatever_the_edges(loaded: Loaded, params: Kernel
             assert torch.equal(first, second), shape
             if seed < 0:
                 exact = given["a"].double() @ given["b"].double().t()
-                exact += 0 if params.accumulate == "none" else c.double()
+                exact += 0 if params.adds_c == "none" else c.double()
                 assert torch.equal(first, exact.to(first.dtype)), shape
 
 

@@ -93,9 +93,9 @@ def within_bound(params: KernelParams, binary: Binary, x: torch.Tensor, y: torch
     out = DTYPES[params.output]
     c = torch.randn(M, N, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)).to(out)
     d = torch.full((M, align(N, 8)), float("nan"), device=DEVICE, dtype=out)[:, :N]
-    if params.accumulate == "reduces":
+    if params.adds_c == "tma":
         d.copy_(c)
-    tensors = {**operands(params, x, y), "d": d} | ({"c": c} if params.accumulate == "reads" else {})
+    tensors = {**operands(params, x, y), "d": d} | ({"c": c} if params.adds_c == "threads" else {})
     function = load(params, binary)
     force_gemm(params, function, tensors, NUM_SMS, engine.raw_stream(torch.cuda.current_device()))()
     torch.cuda.synchronize()

@@ -234,7 +234,7 @@ def test_maps_end_with_each_matrix() -> None:
 def test_a_sum_has_blocks_of_each_product() -> None:
     spec = ops.spec(128, 384, 129 * 128, 132, SUM_BF16, groups=129)
     strides = {"a": (128 * 128, 128, 1), "b": (384 * 128, 128, 1), "d": (384, 1), "c": (384, 1)}
-    found = launch_of(spec, case(HALF_SUMMED, 128, 128, (1, 1, 4), accumulate="reduces"), strides)
+    found = launch_of(spec, case(HALF_SUMMED, 128, 128, (1, 1, 4), adds_c="tma"), strides)
     assert found["map_a"].spec.dims == (128, 128, 129)
     assert found["map_d"].spec.dims == (384, 128)
     assert found["raster"][1][:3] == (*divmod(129 * 2, 4), 2)
@@ -270,7 +270,7 @@ def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[i
     share, more = found["raster"][1][:2]
     assert (share * count * cluster + more, share > 0) == (spec.k // 64, True)
     assert tiles * count * cluster <= spec.num_sms
-    assert (params.store, params.accumulate) == ("direct", "reads"), "the last cluster stores them itself"
+    assert (params.store, params.adds_c) == ("direct", "threads"), "the last cluster stores them itself"
     assert HALF_SUMMED.fits(spec, params.gemm)
 
 

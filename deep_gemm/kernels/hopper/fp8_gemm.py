@@ -138,7 +138,7 @@ class Fp8Gemm(EdgeBoxes):
             return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
         return None
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """With one tile per CTA all tiles must run at once, and D needs no copies of less than eight columns."""
         if config.persistent:
             return True

@@ -151,7 +151,7 @@ class Fp8Scaled(HopperTemplate):
             return f"{shared} bytes of shared memory do not fit on one SM"
         return None
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """Not if a block of B's scales ends inside a tile, except for those of 256 columns, nor with too few
         registers. FP8 is written by consumers that complete all columns of a scale at once; with scales of rows, those
         of more columns have too few registers."""
@@ -161,7 +161,7 @@ class Fp8Scaled(HopperTemplate):
             wide = scaling == "rowwise" and config.block_n > SCALE_BLOCK
             if wide or self.box_columns(config, "e4m3") != SCALE_BLOCK:
                 return False
-        return enough_registers(config, mma_n(config), more_registers(scaling, accumulate, spec.d.aligned))
+        return enough_registers(config, mma_n(config), more_registers(scaling, adds_c, spec.d.aligned))
 
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
         config = self._fitted(params.gemm, params.scaling, params.output, arch)
@@ -251,8 +251,8 @@ def _is_wide_and_alone(config: GemmConfig) -> bool:
     return config.num_consumers == 1 and config.block_n == 256
 
 
-def more_registers(scaling: str, accumulate: str, tma_store: bool) -> int:
+def more_registers(scaling: str, adds_c: str, tma_store: bool) -> int:
     """Additional registers for each slice, if consumers do more than add products up and stage the sums."""
     rowwise = _ROWWISE_REGISTERS if scaling == "rowwise" else 0
     products = _1D1D_REGISTERS if scaling == "1d1d" else 0
-    return products + max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if accumulate == "reads" else 0)
+    return products + max(rowwise, 0 if tma_store else _DIRECT_REGISTERS, _C_REGISTERS if adds_c == "threads" else 0)

@@ -39,10 +39,10 @@ class Gated(HopperTemplate):
             return "CTAs that share A could lie outside of D, and those that share K have no whole gate"
         return super().illegal(config, arch)  # type: ignore[safe-super]
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """With groups there is one CTA on an SM, without clusters."""
         may = spec.grouping == "none" or config.cluster_size * config.ctas_per_sm == 1
-        return may and super().fits(spec, config, accumulate, scaling)
+        return may and super().fits(spec, config, adds_c, scaling)
 
 
 class Fp8Gated(Gated, Fp8Scaled):
@@ -60,10 +60,10 @@ class Fp8Gated(Gated, Fp8Scaled):
             return "two consumers have one set of partial sums"
         return super().illegal(config, arch)
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """A lone consumer of all columns of an FP8 scale has no registers for groups and for alpha."""
         alone = spec.grouping == "none" and spec.d.dtype == "e4m3" and not spec.epilogue.alpha
-        return (alone or config.tile != _FEW_ROWS) and super().fits(spec, config, accumulate, scaling)
+        return (alone or config.tile != _FEW_ROWS) and super().fits(spec, config, adds_c, scaling)
 
 
 class HalfGated(Gated, HalfGemm):

@@ -175,7 +175,7 @@ class HalfGemm(HopperTemplate):
             return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
         return None
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """Not if a CTA would load a part of an MN-major operand that is not whole boxes of 64 rows, nor if a part of
         split K has no block. FP8 is written by CTAs that store all columns of a scale."""
         if spec.d.dtype == "e4m3" and self.box_columns(config, "e4m3") != SCALE_BLOCK:

@@ -54,7 +54,7 @@ def arguments(params: KernelParams, rules: HopperTemplate) -> tuple[Argument, ..
     of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
     p = params
     scales, map_d = SCALE_PARAMETERS[p.scaling], maps("map_d") if rules.has_map_d(p) else ()
-    reads = p.accumulate == "reads"
+    reads = p.adds_c == "threads"
     c = parse_arguments("const u8* c, i64 c_stride") if reads else ()
     in_memory = p.grouping == "k" and p.dtype == "e4m3"
     operands, lasts = ((), ()) if in_memory else (maps("map_a, map_b"), maps("map_a_last, map_b_last"))
@@ -94,7 +94,7 @@ def launch(
     _check_whole_pieces(params, spec.n)
     make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.ALONG_M else dense
     ctas, values = make(rules, params, spec, strides, numbers, early)
-    if params.accumulate == "reads" and "c_stride" not in values:
+    if params.adds_c == "threads" and "c_stride" not in values:
         values["c_stride"] = strides["c"][0]
     return (ctas, groups.parts(params.gemm, spec), 1), values
 

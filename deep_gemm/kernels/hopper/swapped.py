@@ -116,7 +116,7 @@ class Swapped(HopperTemplate):
             promotion=PROMOTION[scaling],
         )
 
-    def fits(self, spec: GemmSpec, config: GemmConfig, accumulate: str, scaling: str) -> bool:
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
         """Each part of K of a 16-bit product needs at least one block."""
         return self.mma_instruction == "QGMMA" or config.k_splits <= ceil_div(spec.k, self.block_k)
 
