@@ -7,11 +7,11 @@ the exception: plans and remembered calls of both positions are kept side by sid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from .arch import DEFAULT, device_sms
 from .errors import InvalidInputError
+from .listeners import Listeners
 from .settings import settings
 
 
@@ -27,29 +27,20 @@ class _Options:
 
 
 _options = _Options()
-_listeners: list[Callable[[], None]] = []
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` after every change of an option."""
-    _listeners.append(listener)
+changed = Listeners()
+"""Is called after every change of an option."""
 
 
 def use_measured_times() -> None:
     """Let configs be chosen by measured times for the rest of this process, as with DG_TUNE=read, also for calls that
     were made before."""
     _options.measured_times = True
-    _changed()
+    changed()
 
 
 def measured_times() -> bool:
     """Whether configs are chosen by measured times, where there are any."""
     return _options.measured_times or settings.tune != "off"
-
-
-def _changed() -> None:
-    for listener in _listeners:
-        listener()
 
 
 def set_num_sms(num_sms: int) -> None:
@@ -68,7 +59,7 @@ def set_num_sms(num_sms: int) -> None:
         raise InvalidInputError(f"num_sms must be an integer from 1 to {limit}, the SMs of this GPU, not {num_sms!r}.")
     if _options.num_sms != num_sms:
         _options.num_sms = num_sms
-        _changed()
+        changed()
 
 
 def get_num_sms() -> int:
@@ -124,7 +115,7 @@ def set_pdl(enabled: bool) -> None:
     if not isinstance(enabled, bool):
         raise InvalidInputError(f"enabled must be True or False, not {enabled!r}.")
     _options.pdl = enabled
-    _changed()
+    changed()
 
 
 def get_pdl() -> bool:
@@ -144,7 +135,7 @@ def set_ignore_compile_dims(ignore: bool) -> None:
     if not isinstance(ignore, bool):
         raise InvalidInputError(f"ignore must be True or False, not {ignore!r}.")
     _options.ignore_compile_dims = ignore
-    _changed()
+    changed()
 
 
 def ignore_compile_dims() -> bool:
@@ -161,7 +152,7 @@ def set_block_size_multiple_of(value: int | tuple[int, int]) -> None:
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) or x < 1 for x in pair):
         raise InvalidInputError(f"value must be a positive integer or a pair of them, not {value!r}.")
     _options.block_multiple = (pair[0], pair[1])
-    _changed()
+    changed()
 
 
 def get_block_size_multiple_of() -> tuple[int, int]:

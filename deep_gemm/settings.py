@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from deep_gemm.errors import SettingError
+from deep_gemm.listeners import Listeners
 from deep_gemm.setting_values import (
     FALLBACKS,
     TUNE,
@@ -204,11 +205,11 @@ class Settings:
         # Replaced as a whole, never mutated, so that readers in other threads need no lock.
         self._layers: tuple[dict[str, Any], ...] = ()
         self._lock = threading.Lock()
-        self._listeners: list[Callable[[Collection[str]], None]] = []
+        self._changed = Listeners()
 
     def on_change(self, listener: Callable[[Collection[str]], None]) -> None:
         """Call ``listener`` with the names of the settings that `override` has changed, and when it changes them back.
-        Nobody is told of changes of the environment.
+        A change of the environment calls none.
 
         >>> changed = []
         >>> deep_gemm.settings.on_change(changed.extend)
@@ -216,11 +217,7 @@ class Settings:
         ...     changed
         ['nvtx']
         """
-        self._listeners.append(listener)
-
-    def _changed(self, names: Collection[str]) -> None:
-        for listener in self._listeners:
-            listener(names)
+        self._changed.add(listener)
 
     @contextmanager
     def override(self, **values: object) -> Iterator[Settings]:

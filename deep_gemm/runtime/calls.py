@@ -325,8 +325,8 @@ def _forget_readers(names: Collection[str]) -> None:
             calls.forget()
 
 
-options.on_change(forget_all)
+options.changed.add(forget_all)
 settings.on_change(_forget_readers)
-weight_promises.on_change(forget_all)
-monitor.on_change(forget_all)
+weight_promises.changed.add(forget_all)
+monitor.changed.add(forget_all)
 os.register_at_fork(after_in_child=forget_all)  # a thread of the parent may have held a record's lock

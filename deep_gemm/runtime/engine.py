@@ -184,7 +184,7 @@ def forget_plans() -> None:
         _castings.clear()
 
 
-options.on_change(forget_plans)
+options.changed.add(forget_plans)
 
 
 def _make_plan(spec: Spec, device: int) -> Plan:

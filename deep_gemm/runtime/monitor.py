@@ -25,6 +25,7 @@ import torch
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.jit.driver.module import beside_captures
 from deep_gemm.jit.forking import ForkLock
+from deep_gemm.listeners import Listeners
 from deep_gemm.log import warn_once
 from deep_gemm.records import record
 from deep_gemm.runtime.call_code import Places
@@ -41,7 +42,8 @@ finished calls are read."""
 
 PERCENTILES = (50, 90, 99)
 
-_listeners: list[Callable[[], None]] = []
+changed = Listeners()
+"""Is called when a monitor begins or ends."""
 _active: tuple[Monitor, ...] = ()
 _begun = False
 _lock = ForkLock()
@@ -165,14 +167,14 @@ class Monitor:
         self._began, self._date, self._seconds = time.perf_counter(), time.time(), None
         with _lock.lock:
             _active = (*_active, self)
-        _changed()
+        changed()
         return self
 
     def __exit__(self, *_: object) -> None:
         global _active
         with _lock.lock:
             _active = tuple(monitor for monitor in _active if monitor is not self)
-        _changed()
+        changed()
         self._seconds = time.perf_counter() - self._began
 
     def series(self, labels: Labels, bytes_moved: int, flops: int) -> Series:
@@ -312,16 +314,6 @@ def _series(monitor: Monitor, operation: Operation, x: Any, config: str, kernel:
     labels = Labels(operation.name, operation.shape(x), config, kernel, str(x.device))
     moved = sum(tensor.numel() * tensor.element_size() for tensor in x.tensors.values())
     return monitor.series(labels, moved, operation.flops(x))
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` when a monitor begins or ends."""
-    _listeners.append(listener)
-
-
-def _changed() -> None:
-    for listener in _listeners:
-        listener()
 
 
 def begin() -> None:

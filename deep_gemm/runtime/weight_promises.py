@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.listeners import Listeners
 from deep_gemm.log import warn_once
 from deep_gemm.tensors import check_tensor, is_fake
 
@@ -37,24 +37,15 @@ class _Promise(weakref.ref):
 
 
 _promises: dict[int, _Promise] = {}
-_listeners: list[Callable[[], None]] = []
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Call ``listener`` after every declaration, retraction and freed storage. It must not take a lock (see the top of
-    this file)."""
-    _listeners.append(listener)
-
-
-def _changed() -> None:
-    for listener in _listeners:
-        listener()
+changed = Listeners()
+"""Is called after every declaration, retraction and freed storage. A listener must not take a lock (see the top of this
+file)."""
 
 
 def _freed(promise: _Promise) -> None:
     if _promises.get(promise.key) is promise:
         del _promises[promise.key]
-        _changed()
+        changed()
 
 
 def declare_constant(*tensors: Tensor) -> None:
@@ -98,7 +89,7 @@ def declare_constant(*tensors: Tensor) -> None:
     for storage in new:
         _promises[id(storage)] = _Promise(storage)
     if new:
-        _changed()
+        changed()
 
 
 def retract_constant(*tensors: Tensor) -> None:
@@ -115,7 +106,7 @@ def retract_constant(*tensors: Tensor) -> None:
     storages = [_storage(x, index, "retract_constant") for index, x in enumerate(tensors)]
     found = [_promises.pop(id(storage), None) for storage in storages]
     if any(promise is not None for promise in found):
-        _changed()
+        changed()
 
 
 def is_constant(x: Tensor) -> bool:

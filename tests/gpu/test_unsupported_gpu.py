@@ -26,7 +26,7 @@ def another_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return arch.for_capability((7, 5), "Some other GPU")
 
     def forget() -> None:
-        for listener in options._listeners:
+        for listener in options.changed.all:
             listener()
 
     reset_warnings()

@@ -17,7 +17,14 @@ MAX_LINES = 400
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    ("deep_gemm.errors", "deep_gemm.log", "deep_gemm.names", "deep_gemm.records", "deep_gemm.setting_values"),
+    (
+        "deep_gemm.errors",
+        "deep_gemm.listeners",
+        "deep_gemm.log",
+        "deep_gemm.names",
+        "deep_gemm.records",
+        "deep_gemm.setting_values",
+    ),
     ("deep_gemm.settings", "deep_gemm.templates"),
     ("deep_gemm.advice",),
     ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer", "deep_gemm.tensors"),

@@ -36,7 +36,7 @@ def no_promises(monkeypatch: pytest.MonkeyPatch) -> None:
 def changes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     """One item for each call of the listeners."""
     told: list[None] = []
-    monkeypatch.setattr(weight_promises, "_listeners", [*weight_promises._listeners, lambda: told.append(None)])
+    monkeypatch.setattr(weight_promises.changed, "all", (*weight_promises.changed.all, lambda: told.append(None)))
     return told
 
 
@@ -136,7 +136,7 @@ def test_the_promise_ends_before_the_memory_is_given_back(
     memory = Memory()
     alive = weakref.ref(memory.buffer)
     seen: list[bool] = []
-    monkeypatch.setattr(weight_promises, "_listeners", [lambda: seen.append(alive() is not None)])
+    monkeypatch.setattr(weight_promises.changed, "all", (lambda: seen.append(alive() is not None),))
     w = memory.tensor()
     deep_gemm.declare_constant(w)
     storage = w.untyped_storage()
