@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.setting_values import TRACE
+from deep_gemm.settings import TRACE
 
 JSON, PROMETHEUS = ".json", ".prom"
 _LABELS = ("operation", "shape", "config", "kernel", "device")
