@@ -9,8 +9,6 @@ from torch import Tensor
 from .errors import InvalidInputError, UnsupportedError
 from .ops import batched, checks, cublaslt, table
 
-__all__ = ["bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"]
-
 
 def bf16_bmm(a: Tensor, b: Tensor, d: Tensor, compiled_dims: str | None = None) -> None:
     """``d[i] = a[i] @ b[i]^T`` for each i, on the current stream of the tensors' device.

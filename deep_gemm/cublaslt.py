@@ -6,8 +6,6 @@ from torch import Tensor
 
 from .ops import cublaslt
 
-__all__ = ["cublaslt_gemm_nn", "cublaslt_gemm_nt", "cublaslt_gemm_tn", "cublaslt_gemm_tt"]
-
 
 def cublaslt_gemm_nt(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None) -> None:
     """``d = (c +) a @ b^T`` by torch, that is by cuBLAS, for comparisons.

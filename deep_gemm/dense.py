@@ -7,24 +7,6 @@ from torch import Tensor
 from .ops import dense
 from .ops.epilogue import Epilogue
 
-__all__ = [
-    "bf16_gemm_nn",
-    "bf16_gemm_nt",
-    "bf16_gemm_tn",
-    "bf16_gemm_tt",
-    "fp8_fp4_gemm_nn",
-    "fp8_fp4_gemm_tn",
-    "fp8_fp4_gemm_tt",
-    "fp8_gemm_nn",
-    "fp8_gemm_nt",
-    "fp8_gemm_tn",
-    "fp8_gemm_tt",
-    "fp16_gemm_nn",
-    "fp16_gemm_nt",
-    "fp16_gemm_tn",
-    "fp16_gemm_tt",
-]
-
 
 def fp8_gemm_nt(
     a: tuple[Tensor, Tensor],

@@ -22,17 +22,6 @@ from .ops import fp4, fp4_weights, m_grouped
 from .ops.epilogue import Epilogue
 from .ops.fp4_weights import Fp4Weights
 
-__all__ = [
-    "Fp4Weights",
-    "bf16_fp4_gemm_nt",
-    "fp8_fp4_gemm_nt",
-    "m_grouped_bf16_fp4_gemm_nt_contiguous",
-    "m_grouped_bf16_fp4_gemm_nt_masked",
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_masked",
-    "transform_fp4_weights",
-]
-
 
 def transform_fp4_weights(packed: Tensor, scales: Tensor, activations: str = "fp8") -> Fp4Weights:
     """MXFP4 weights in the order in which kernels read them, once for a model: the b of this module's products.

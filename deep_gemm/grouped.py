@@ -11,21 +11,6 @@ from .layout import get_mk_alignment_for_contiguous_layout
 from .ops import k_grouped, m_grouped
 from .ops.epilogue import Epilogue
 
-__all__ = [
-    "bf16_m_grouped_gemm_nt_masked",
-    "fp8_m_grouped_gemm_nt_masked",
-    "k_grouped_bf16_gemm_tn_contiguous",
-    "k_grouped_fp8_gemm_nt_contiguous",
-    "k_grouped_fp8_gemm_nt_padded",
-    "m_grouped_bf16_gemm_nn_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked",
-    "m_grouped_fp8_fp4_gemm_nn_contiguous",
-    "m_grouped_fp8_gemm_nn_contiguous",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-]
-
 
 def m_grouped_fp8_gemm_nt_contiguous(
     a: tuple[Tensor, Tensor],
