@@ -62,7 +62,7 @@ def test_einsum_is_exact(form: str, rows: int) -> None:
 
 
 @cuda_only
-@pytest.mark.parametrize("majors", itertools.product(("k", "mn"), repeat=2))
+@pytest.mark.parametrize("majors", list(itertools.product(("k", "mn"), repeat=2)))
 def test_few_sms_take_tiles_of_several_products(majors: tuple[str, str]) -> None:
     values = integers(37, 200, 128), integers(37, 264, 128, seed=1)
     a, b = (surrounded(x, True, major) for x, major in zip(values, majors, strict=True))

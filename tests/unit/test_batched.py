@@ -55,7 +55,7 @@ def test_a_sum_adds_to_c(dtype: torch.dtype, adds: bool, cublaslt: bool) -> None
     assert torch.equal(d, (product(a, b).sum(0) + before.double() * adds).to(dtype))
 
 
-@pytest.mark.parametrize("majors", itertools.product(("k", "mn"), repeat=2))
+@pytest.mark.parametrize("majors", list(itertools.product(("k", "mn"), repeat=2)))
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", BF16), ("fp16", torch.float16)])
 def test_products_of_any_strides(kind: str, dtype: torch.dtype, majors: tuple[str, str]) -> None:
     values = integers(H, B, R, dtype=dtype), integers(H, D, R, dtype=dtype, seed=1)
