@@ -279,9 +279,13 @@ def summary_table(rows: Sequence[Row]) -> str:
 
 
 def cost_table(rows: Sequence[Row]) -> str:
-    """A line for each thing that was timed."""
-    lines = ["| what | time |", "|---|---|"]
-    lines += [f"| {row['what']} | {_time(row['us'])} |" for row in rows]
+    """A line for each thing that was timed, and for each kernel and way to build it the times of both compilers."""
+    lines, of = ["| what | time | by NVCC | by NVRTC |", "|---|---|---|---|"], dict[str, dict[str, str]]()
+    for row in rows:
+        what, _, compiler = row["what"].rpartition(", ")
+        named = compiler in ("nvcc", "nvrtc")
+        of.setdefault(what if named else row["what"], {})[compiler if named else ""] = _time(row["us"])
+    lines += [f"| {what} | {' | '.join(us.get(by, '') for by in ('', 'nvcc', 'nvrtc'))} |" for what, us in of.items()]
     return "\n".join(lines)
 
 
@@ -297,18 +301,23 @@ def phase_table(rows: Sequence[Row]) -> str:
 
 
 def dims_table(rows: Sequence[Row]) -> str:
-    """A line for each shape with N and K at run time, and what it is to have them compiled in."""
-    mean = geometric_mean(row["ratio_nk"] for row in rows)
-    lines = ["| M x N x K | us | with N and K compiled in | their ratio |", "|---|---|---|---|"]
-    lines += [f"| {row['what']} | {row['us']:.1f} | {row['us_nk']:.1f} | {row['ratio_nk']:.3f} |" for row in rows]
-    return "\n".join([*lines, f"| geometric mean | | | {mean:.3f} |"])
+    """A line for each N x K: the time if they are compiled in over that at run time, its mean and range over M."""
+    of: dict[str, list[float]] = {}
+    for row in rows:
+        for what in (row["what"].partition(" x ")[2], "all"):
+            of.setdefault(what, []).append(row["ratio_nk"])
+    lines = ["| N x K | values of M | speed of N and K at run time | least | most |", "|---|---|---|---|---|"]
+    for what in [*(each for each in of if each != "all"), "all"]:
+        found = of[what]
+        lines.append(f"| {what} | {len(found)} | {geometric_mean(found):.3f} | {min(found):.3f} | {max(found):.3f} |")
+    return "\n".join(lines)
 
 
 def count_table(rows: Sequence[Row]) -> str:
-    """A line for each weight and model: distinct kernels for every M."""
+    """A line for each model, and for each weight that has more kernels with its sizes: distinct kernels for every M."""
     lines = ['| for | kernels, sizes at run time | with `compiled_dims="nk"` |', "|---|---|---|"]
-    lines += [f"| {row['what']} | {row['kernels']} | {row['kernels_nk']} |" for row in rows]
-    return "\n".join(lines)
+    more = (row for row in rows if row["kernels_nk"] != row["kernels"])
+    return "\n".join([*lines, *(f"| {row['what']} | {row['kernels']} | {row['kernels_nk']} |" for row in more)])
 
 
 def _time(us: float) -> str:

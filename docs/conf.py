@@ -1,5 +1,6 @@
 """How Sphinx builds these pages: `make docs`."""
 
+import pkgutil
 import re
 import sys
 from pathlib import Path
@@ -35,9 +36,6 @@ python_maximum_signature_line_length = 80
 # Types of other packages, and names in prose that have no entry of their own.
 nitpick_ignore_regex = [(r"py:.*", r".*")]
 
-# Pages that the table of contents names, and that need not be there.
-_OPTIONAL = ("own_kernels", "compare")
-
 _PICTURE = re.compile(
     r"<picture>\s*<source [^>]*srcset=\"(?P<dark>[^\"]+)\">\s*<img [^>]*?src=\"(?P<light>[^\"]+)\"[^>]*?"
     r"alt=\"(?P<alt>[^\"]*)\"[^>]*>\s*</picture>"
@@ -45,6 +43,8 @@ _PICTURE = re.compile(
 _CHART = re.compile(r"<!-- chart: (?P<name>[\w-]+): (?P<alt>[^\n]*) -->")
 """The place of a chart that is drawn when pages are built; GitHub shows nothing there."""
 _DRAWN = "_charts"
+_FUNCTIONS = re.compile(r"```\{functions\}\n(?P<names>.*?)```", re.DOTALL)
+"""Names of `deep_gemm` whose docstrings are shown, one after the other."""
 
 
 def _draw(app):
@@ -53,7 +53,7 @@ def _draw(app):
 
 def _prepare(app, name, source):
     """Make two images of the theme of a chart, and of a picture with a dark variant, which GitHub shows as it is
-    written; and leave out optional pages that are missing."""
+    written."""
 
     def images(found):
         paths = found.groupdict()
@@ -67,18 +67,27 @@ def _prepare(app, name, source):
 
     source[0] = _CHART.sub(images, _PICTURE.sub(images, source[0]))
     if name == "api":
-        source[0] += _other_names(source[0])
-    missing = [page for page in _OPTIONAL if not Path(app.srcdir, f"{page}.md").exists()]
-    if name == "index":
-        source[0] = "".join(line for line in source[0].splitlines(True) if line.strip() not in missing)
+        text = source[0] + _other_names(source[0])
+        source[0] = _FUNCTIONS.sub(lambda found: _entries(found["names"].split()), text)
+
+
+def _entries(names):
+    """The docstrings of functions, classes and exceptions."""
+    lines = ["```{eval-rst}", ".. currentmodule:: deep_gemm"]
+    for name in names:
+        found = pkgutil.resolve_name(f"deep_gemm.{name.removeprefix('deep_gemm.')}")
+        if isinstance(found, type) and issubclass(found, Exception):
+            lines += [f".. autoexception:: {name}", "   :show-inheritance:"]
+        else:
+            lines.append(f".. auto{'class' if isinstance(found, type) else 'function'}:: {name}")
+    return "\n".join([*lines, "```"])
 
 
 def _other_names(text):
     """A section for public names that the API page does not mention, so that none is ever missing."""
     names = [name for name in deep_gemm.__all__ if not re.search(rf"\b{name}\b", text)]
-    kinds = {name: "autoclass" if isinstance(getattr(deep_gemm, name), type) else "autofunction" for name in names}
-    entries = "\n".join(f".. {kinds[name]}:: {name}" for name in names if callable(getattr(deep_gemm, name)))
-    return f"\n## Others\n\n```{{eval-rst}}\n.. currentmodule:: deep_gemm\n{entries}\n```\n" if entries else ""
+    names = [name for name in names if callable(getattr(deep_gemm, name))]
+    return f"\n## Others\n\n```{{functions}}\n{' '.join(names)}\n```\n" if names else ""
 
 
 def setup(app):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -157,6 +158,16 @@ def pytest_report_header() -> str:
     reason = why_no_gpu()
     origin = Path(deep_gemm.__file__ or "").parent
     return f"deep_gemm: {origin}; gpu tests: {'run' if reason is None else f'skipped, {reason}'}"
+
+
+ALL_LONG = re.compile(r"^pytestmark = .*pytest\.mark\.long\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files whose tests are all long are not imported where none of these runs: each process would import them."""
+    if config.option.markexpr != "not long" or collection_path.suffix != ".py":
+        return None
+    return True if ALL_LONG.search(collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from chosen import SWAPPED, entry, find_config, make_params
 from headers import edited_headers
-from kernel_builds import KINDS, open_compiler
+from kernel_builds import open_compiler
 
 from deep_gemm import kernels
 from deep_gemm.errors import CompileError
@@ -22,7 +22,7 @@ from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["nvrtc", pytest.param("nvcc", marks=pytest.mark.long)])
 def compiler(request: pytest.FixtureRequest) -> Compiler:
     return open_compiler(request.param)
 

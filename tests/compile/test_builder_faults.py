@@ -173,7 +173,7 @@ def test_a_linked_root_is_not_used(tmp_path: Path, start: Start) -> None:
     assert result(start(env=trusting, keys=2))["layers"] == ["disk"] * 2
 
 
-@pytest.mark.parametrize("differ", ["schema", "headers"])
+@pytest.mark.parametrize("differ", ["schema", pytest.param("headers", marks=pytest.mark.long)])
 def test_two_versions_share_a_root(tmp_path: Path, start: Start, differ: str) -> None:
     """Two versions of the package run at once and compile the same source to different bytes. Each gets its own."""
     gate, jobs = tmp_path / "gate", []

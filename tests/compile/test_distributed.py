@@ -60,12 +60,14 @@ def test_each_kernel_is_compiled_once_in_all_and_is_everywhere(ranks: Ranks, tmp
     assert (total(answers), total(answers, "adopted")) == (0, 0)
 
 
+@pytest.mark.long
 def test_a_common_cache_directory(ranks: Ranks, tmp_path: Path) -> None:
     answers = ranks.run([job | {"cache": str(tmp_path / "common")} for job in jobs(tmp_path)])
     assert total(answers) == everything_is_there(answers)
     assert [answer["warnings"] for answer in answers] == [[]] * SIZE
 
 
+@pytest.mark.long
 def test_ranks_with_other_lists_share_with_their_likes(ranks: Ranks, tmp_path: Path) -> None:
     answers = ranks.run(jobs(tmp_path)[:2] + jobs(tmp_path, OTHERS)[2:])
     counts = [everything_is_there(answers[:2]), everything_is_there(answers[2:])]
@@ -78,7 +80,11 @@ def test_ranks_with_other_lists_share_with_their_likes(ranks: Ranks, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "words"), [("flips a bit", "its checksum does not match"), ("sends another key", "its key is 0000")]
+    ("sabotage", "words"),
+    [
+        ("flips a bit", "its checksum does not match"),
+        pytest.param("sends another key", "its key is 0000", marks=pytest.mark.long),
+    ],
 )
 def test_wrong_bytes_are_refused_and_compiled_here(ranks: Ranks, tmp_path: Path, sabotage: str, words: str) -> None:
     gate = str(tmp_path / "gate")
@@ -95,6 +101,7 @@ def test_wrong_bytes_are_refused_and_compiled_here(ranks: Ranks, tmp_path: Path,
     assert total(answers) == count + len(bad) * (SIZE - 1)
 
 
+@pytest.mark.long
 def test_ranks_that_die(ranks: Ranks, tmp_path: Path) -> None:
     """A rank that is dead at the start costs no time. One that dies while it compiles costs at most the timeout. Last,
     since only two ranks are left."""

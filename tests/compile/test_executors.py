@@ -90,6 +90,7 @@ def test_what_workers_with_caches_of_their_own_build_is_adopted(cache_dir: Path,
     assert build.precompile(SHAPES).count("memory") == TOTAL
 
 
+@pytest.mark.long
 def test_a_process_that_shares_the_disk_writes_it_once(cache_dir: Path, worker: Callable[..., Executor]) -> None:
     before = default_builder().stats
     pool = worker(DG_JIT_CACHE_DIR=str(cache_dir))
@@ -110,6 +111,7 @@ class Deadly(Executor):
         return self.pool.submit(os._exit, 1) if self.submitted == 2 else self.pool.submit(fn, *args, **kwargs)
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_costs_nothing_but_time(caplog: pytest.LogCaptureFixture, cache_dir: Path) -> None:
     with process_pool(1) as pool, caplog.at_level(logging.WARNING, "deep_gemm"):
         summary = build.precompile(SHAPES, executor=Deadly(pool))
@@ -119,6 +121,7 @@ def test_a_worker_that_dies_costs_nothing_but_time(caplog: pytest.LogCaptureFixt
     assert "are built here, not by workers: BrokenProcessPool" in record.getMessage()
 
 
+@pytest.mark.long
 def test_what_other_settings_made_is_refused_and_built_here(
     caplog: pytest.LogCaptureFixture, tmp_path: Path, worker: Callable[..., Executor]
 ) -> None:

@@ -268,7 +268,7 @@ FORMS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
 """Other forms than those of `arguments`: an operator, its first arguments, and others by name."""
 
 
-@pytest.mark.parametrize("functional", [False, True], ids=["", "functional"])
+@pytest.mark.parametrize("functional", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "functional"])
 @pytest.mark.parametrize("form", FORMS)
 def test_torch_finds_no_fault_with_other_forms(form: str, functional: bool) -> None:
     name, first, named = FORMS[form]
@@ -278,7 +278,9 @@ def test_torch_finds_no_fault_with_other_forms(form: str, functional: bool) -> N
     torch.library.opcheck(operator, tuple(own(first)), given, test_utils=checked)
 
 
-@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in WRITING else pytest.mark.long) for name in OPERATORS]
+)
 def test_torch_finds_no_fault_with_an_operator(name: str) -> None:
     given = arguments()[name.removesuffix("_functional")]
     checked = ["test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration"]

@@ -190,8 +190,6 @@ def public() -> Iterator[tuple[str, Any]]:
         names = getattr(value, "__all__", ()) if name in MODULES else ()
         if name == "settings":  # an object, whose methods are public
             names = [each for each, x in vars(type(value)).items() if inspect.isfunction(x) and each[0] != "_"]
-        if name == "nn":
-            names = [*names, *(f"parallel.{each}" for each in value.parallel.__all__)]
         if name == "quantize":
             names = [each for each, x in vars(value).items() if inspect.isfunction(x) and not each.startswith("_")]
         found = [(f"{name}.{each}", operator.attrgetter(each)(value)) for each in names] or [(name, value)]
@@ -225,8 +223,19 @@ def _choices_stay() -> Iterator[None]:
 def test_the_example_of_a_function_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path))
+    run_example(name, FUNCTIONS[name])
+
+
+@pytest.mark.long
+def test_the_examples_of_divided_layers_run() -> None:
+    """Importing them imports DTensors, which takes a second."""
+    for name in deep_gemm.nn.parallel.__all__:
+        run_example(name, getattr(deep_gemm.nn.parallel, name))
+
+
+def run_example(name: str, value: Any) -> None:
     torch.manual_seed(0)
-    text = inspect.getdoc(inspect.unwrap(FUNCTIONS[name])) or ""
+    text = inspect.getdoc(inspect.unwrap(value)) or ""
     test = doctest.DocTestParser().get_doctest(text, {"torch": torch, "deep_gemm": deep_gemm}, name, name, 0)
     assert test.examples, "a docstring needs an example: lines that begin with >>>"
     said: list[str] = []

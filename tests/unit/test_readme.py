@@ -77,7 +77,9 @@ def test_pages_show_each_chart_that_is_drawn_for_them() -> None:
     assert sorted(named) == sorted(set(doc_charts.EVERY) - {doc_charts.OVERVIEW})
 
 
-@pytest.mark.parametrize("name", doc_charts.EVERY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if at else ()) for at, name in enumerate(doc_charts.EVERY)]
+)
 def test_a_chart_is_drawn_in_both_variants(name: str) -> None:
     pytest.importorskip("matplotlib")
     rows = doc_charts.rows_of(name, RESULTS)

@@ -121,6 +121,7 @@ def test_only_large_tables_and_what_callers_ask_for_are_left_to_the_jit(listed: 
     assert {params.shape for params in listed} == {(0, 0, 0)}
 
 
+@pytest.mark.long
 def test_the_list_depends_on_nothing_but_the_sources(listed: list[KernelParams]) -> None:
     """Two builds of a wheel have the same kernels in the same order, whatever the hashes of this process are."""
     code = "import sys; from deep_gemm.aot import shipped; print(*shipped.kernels_of(), sep=chr(10), file=sys.stdout)"

@@ -84,7 +84,7 @@ print(json.dumps([layer, sorted(set(sys.modules) - known), opened, stats]))
 """
 
 
-@pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200"])
+@pytest.mark.parametrize("device", [pytest.param("NVIDIA H100 80GB HBM3", marks=pytest.mark.long), "NVIDIA H200"])
 def test_a_first_choice_and_its_kernel_import_little_and_read_each_file_once(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
