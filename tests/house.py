@@ -45,6 +45,8 @@ from deep_gemm.settings import settings
 from deep_gemm.spec import Accumulate, Dtype, GemmSpec, Grouping, Scaling
 
 FILE = Path(__file__).parent / "house.json"
+SHORT, WIDTH = 8, 160
+"""Digits of a key and of a cubin's digest, and the columns of the file."""
 WRITE = "If that is meant, run `python tests/house.py --write` and say why in the commit."
 
 
@@ -61,7 +63,7 @@ def cases() -> dict[str, KernelParams]:
 def keys() -> dict[str, str]:
     """The source key of each case: of its source, of all headers that it reaches, and of the flags."""
     builder = Builder(None)
-    return {name: builder.source_key(engine.build_request(params))[:12] for name, params in cases().items()}
+    return {name: builder.source_key(engine.build_request(params))[:SHORT] for name, params in cases().items()}
 
 
 @functools.cache
@@ -99,7 +101,7 @@ def cubins(params: KernelParams) -> str:
         compiled = found.compile(
             request.name, request.source, f"{request.name}.cu", found.flags(params.arch), deep_gemm_include()
         )
-    both = digest(compiled.cubin), edited(params, compiled.cubin, request.name)
+    both = digest(compiled.cubin, SHORT), edited(params, compiled.cubin, request.name)
     return " ".join(dict.fromkeys(both))
 
 
@@ -108,7 +110,7 @@ def edited(params: KernelParams, cubin: bytes, name: str) -> str:
     with settings.override(ffma_bursts=True):
         post_pass = kernels.get(params.kernel).post_pass(params)
     assert post_pass is None or post_pass is ffma_bursts.POST_PASS
-    return digest(cubin if post_pass is None else post_pass.apply(cubin, name))
+    return digest(cubin if post_pass is None else post_pass.apply(cubin, name), SHORT)
 
 
 def unlike_the_record(binary: Binary) -> str:
@@ -119,7 +121,7 @@ def unlike_the_record(binary: Binary) -> str:
         return ""
     if not (known := data["binaries"].get(binary.name)):
         return f"tests/house.json has no kernel {binary.name}. {WRITE}"
-    same = digest(binary.cubin) == known.split()[-1]
+    same = digest(binary.cubin, SHORT) == known.split()[-1]
     return "" if same else f"The cubin of {binary.name} is not the recorded one. {WRITE}"
 
 
@@ -304,6 +306,22 @@ def binaries(every: bool) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def filled(found: dict[str, Any]) -> str:
+    """The text of the file: as many entries of a part in a line as fit."""
+    parts = []
+    for name, part in found.items():
+        if isinstance(part, str):
+            parts.append(f"{json.dumps(name)}: {json.dumps(part)}")
+            continue
+        lines = [""]
+        for each in (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in part.items()):
+            if lines[-1] and len(lines[-1]) + len(each) + 3 > WIDTH:
+                lines.append("")
+            lines[-1] += f"{', ' if lines[-1] else ''}{each}"
+        parts.append(f"{json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
 def main(arguments: list[str]) -> int:
     torch.set_num_threads(1)  # threads of small tensors wait by spinning
     if "--show" in arguments:
@@ -314,7 +332,7 @@ def main(arguments: list[str]) -> int:
     wrong = [text for part in ("binaries", *PARTS) if (text := differences(part, found[part]))]
     print(*wrong or ["The tree is as recorded."], sep="\n")
     if "--write" in arguments:
-        FILE.write_text(json.dumps(found, indent=0) + "\n")
+        FILE.write_text(filled(found))
         return 0
     return bool(wrong)
 
