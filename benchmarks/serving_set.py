@@ -83,7 +83,7 @@ def table(family: kernels.GemmFamily, files: Sequence[Path]) -> Table:
         if row["mode"] == "flush" and own:
             others = [config for config in select.candidates(asked, SM90) if config.family != family.name]
             offered = [*own, *(config for config in others if config in times)]
-            known = speed(asked, calibration.for_device(str(row["device"])))
+            known = speed(asked, family.name, calibration.for_device(str(row["device"])))
             estimates = {config: float(parts(features(asked, config), known)["total"]) for config in offered}
             found.append((estimates, {config: times[config] for config in offered}, min(times.values()), fit.fold(row)))
     configs = sorted(

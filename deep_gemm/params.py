@@ -81,12 +81,6 @@ class GemmConfig(Config):
         return self.block_m if self.swap_ab else self.block_n
 
     @property
-    def slices(self) -> int:
-        """m64 slices of rows that one consumer multiplies."""
-        height = self.block_n if self.swap_ab else self.block_m
-        return height // (64 * self.num_consumers // self.consumers_k)
-
-    @property
     def cluster_size(self) -> int:
         """CTAs in a cluster."""
         return self.cluster_m * self.cluster_n * self.cluster_k

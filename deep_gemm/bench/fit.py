@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch as archs
+from deep_gemm import kernels
 from deep_gemm.bench import result_rows
 from deep_gemm.bench.backends import spec_of
 from deep_gemm.bench.modes import LAUNCH_MODES
@@ -22,7 +23,7 @@ from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import candidates
 from deep_gemm.select.calibration import Speed
-from deep_gemm.select.model import features, parts, speeds
+from deep_gemm.select.model import features, parts
 from deep_gemm.select.power import BLOCK_BYTES, Power, draws
 from deep_gemm.spec import GemmSpec
 
@@ -93,7 +94,9 @@ def timed(
 
 def speeds_of(row: Row, spec: archs.ArchSpec) -> str:
     """The name of the speeds in a calibration by which the model estimates a row; empty for the common ones."""
-    return speeds(spec_of(result_rows.shape_of(row), spec.num_sms))
+    asked = spec_of(result_rows.shape_of(row), spec.num_sms)
+    (name,) = {family.speeds(asked) for family in kernels.for_spec(asked, spec)}
+    return name
 
 
 @functools.cache

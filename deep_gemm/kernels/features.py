@@ -1,15 +1,46 @@
-"""Inputs of the performance model for a spec and a config: counts, and times that depend on the kernel family."""
+"""Inputs of the performance model: what a template says of a config, and what follows for a spec and a config."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..params import GemmConfig
+from ..spec import GemmSpec
+
+
+class Costs(NamedTuple):
+    """What a config costs, whatever the sizes are. A template states the costs of its instructions in these units, so
+    that one model ranks the configs of all families. "A block" is 128 bytes of each row of K, of one CTA's tile."""
+
+    tensor: float
+    """Cycles of the tensor cores for a block of one CTA."""
+    read: float
+    """Bytes of operands that instructions read from shared memory for a block."""
+    promotion: float = 0.0
+    """Cycles of a consumer's promotion for a block; 0 where sums stay in the accumulators."""
+    ahead: bool = True
+    """Whether the next block's products are issued before promotion."""
+    consumers_k: int = 1
+    """Groups of consumers with their own blocks of K."""
+    element: float = 1.0
+    """The cost of an element of D, in elements that TMA stores in rows of 128 bytes."""
+    buffered: int = 0
+    """Elements of a tile that are still being stored when its consumers begin the next one."""
+    store_warp: bool = False
+    """Whether the store warp stores a tile while consumers compute the next one."""
+    hides_epilogue: bool = True
+    """Whether the next tile's products run while a tile is stored."""
+    exchanges_edges: bool = True
+    """Whether the split-K exchange also moves sums of rows and columns past the edge of D."""
+    prologue_us: float = 0.0
+    """Extra microseconds of a launch."""
+
 
 class Features(NamedTuple):
-    """Numbers, or arrays of numbers for many pairs of spec and config at once. "A block" is one CTA's block of K.
+    """Numbers, or arrays of numbers for many pairs of spec and config at once. "A block" is as in
+    `Costs`.
 
-    The fields apply to a GEMM of any dtype. A family expresses its own costs through ``promotion``, ``elements`` and
-    ``prologue_us``, in cycles and microseconds of its instructions.
+    The fields apply to a GEMM of any dtype. What depends on instructions comes from `Costs`.
     """
 
     waves: float
@@ -62,3 +93,10 @@ class Features(NamedTuple):
     """Rows of 128 bytes that a CTA requests from L2. Of rows that a cluster shares, only the CTA's own part counts."""
     element_bytes: float
     """Of both operands."""
+
+
+def ctas(spec: GemmSpec, config: GemmConfig) -> int:
+    """The number of tiles, or of their parts of K: CTAs that a launch would have if none computed a second one."""
+    # Not `ceil_div`: each new M asks for some hundred configs.
+    tiles = -(-spec.m // config.block_m) * -(-spec.n // config.block_n) * config.cluster_k
+    return tiles * (spec.groups if spec.grouping == "batched" else 1)

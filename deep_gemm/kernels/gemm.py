@@ -20,8 +20,8 @@ from ..records import record
 from ..spec import SCALE_BLOCK, SCALINGS, Accumulate, GemmSpec, Grouping, Spec
 from . import epilogues, groups
 from .base import Argument, KernelFamily, Numbers, Strides, Value
-from .features import Features
-from .gemm_features import Counts, constant_features
+from .features import Costs, Features
+from .gemm_features import constant_features
 from .gemm_features import features as count
 from .groups import ALONG_M
 from .template import BYTES, Template, kernel_name
@@ -192,17 +192,21 @@ class GemmFamily(KernelFamily):
         text += f" c{c.cluster_m}x{c.cluster_n}x{c.cluster_k}"
         return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
 
+    def speeds(self, spec: GemmSpec) -> str:
+        """See `Template.speeds`."""
+        return self.rules.speeds(spec)
+
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
         """The inputs of the performance model; with groups, those of about as much work without."""
         size, scaling = BYTES[spec.a.dtype], spec.scaling
-        counts = _counts(self, config, spec.d.dtype, spec.d.aligned, scaling)
+        costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if config.parts:
-            return groups.in_parts(lambda each: count(*counts, each, config, size), spec, config)
+            return groups.in_parts(lambda each: count(*costs, each, config, size), spec, config)
         if spec.grouping in ("none", "summed", "heads"):
-            return count(*counts, spec, config, size)
+            return count(*costs, spec, config, size)
         if spec.grouping == "k":
-            return count(*counts, groups.one_product(spec, config, config.block_k), config, size)
-        return groups.with_weights(count(*counts, groups.expected(spec, config), config, size), spec, size)
+            return count(*costs, groups.one_product(spec, config, config.block_k), config, size)
+        return groups.with_weights(count(*costs, groups.expected(spec, config), config, size), spec, size)
 
     # ---- a binary
 
@@ -326,8 +330,8 @@ def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, .
 
 
 @functools.cache
-def _counts(
+def _costs(
     family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
-) -> tuple[Counts, Mapping[str, float], int]:
-    found = family.rules.counts(config, output, aligned, scaling)
+) -> tuple[Costs, Mapping[str, float], int]:
+    found = family.rules.costs(config, output, aligned, scaling)
     return found, constant_features(found, config), family.arch.num_sms

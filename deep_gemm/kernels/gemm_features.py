@@ -1,15 +1,14 @@
-"""The performance model's counts for a dense GEMM with a config."""
+"""The inputs of the performance model for one product with a config."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from ..params import GemmConfig
 from ..spec import SCALE_BLOCK, GemmSpec
-from .features import Features
+from .features import Costs, Features
 
 SECTOR_BYTES = 32
 """The unit of L2 reads and writes."""
@@ -33,21 +32,6 @@ def _crowding(k: int) -> float:
     return 1.0 if k % SECTOR_BYTES else 0.4 if k % (2 * SECTOR_BYTES) else 0.0
 
 
-LEAST_CYCLES = 8.0
-"""The least cycles of a wgmma, however narrow."""
-
-PROMOTION_CYCLES = 0.5
-"""Cycles for the promotion of one column of an m64 slice."""
-
-TOKEN_CYCLES = 5.8
-"""Cycles for reading and multiplying one token's scale with swapped operands, where each column has its own scale."""
-
-UPRIGHT_US = 0.16
-"""Extra microseconds of a launch whose operands are not swapped."""
-
-DIRECT_ELEMENTS = 10.0
-"""The cost of an element that is stored by itself, in elements that TMA stores."""
-
 L2_SHARING = 0.15
 """Exponent of L2 sharing. Bytes that n tiles read count n ** -L2_SHARING times each, because L2 answers SMs that
 request a line at the same time once. Boxes of 16-bit operands that begin inside a sector are not shared, so their bytes
@@ -68,58 +52,26 @@ def _inside_lines(row: int) -> float:
     return 1 - math.gcd(row, LINE_BYTES) / LINE_BYTES if row > LINE_BYTES else 0.0
 
 
-class Counts(NamedTuple):
-    """Counts that do not depend on the spec. A consumer multiplies ``slices`` m64 slices of ``width`` columns, in
-    instructions of ``mma_n`` columns. ``groups`` consumers multiply the same block of K."""
-
-    groups: int
-    slices: int
-    width: int
-    mma_n: int
-    direct: bool
-    """D is stored element by element."""
-    store_warp: bool
-    """The store warp stores a tile while consumers compute the next one."""
-    transposed: bool = False
-    """Operands are swapped."""
-    promotion: float = PROMOTION_CYCLES
-    """Cycles in which a consumer promotes one column of an m64 slice; 0 where sums stay in the accumulators."""
-    busy: float = 0.0
-    """Cycles for each column of an m64 slice in which shared memory serves promotion and cannot feed products."""
-    consumers_k: int = 1
-    stored_row: int = LINE_BYTES
-    """Bytes of a row of the boxes in which TMA stores D. A shorter row takes as long as one of 128 bytes."""
-    element: float = 1.0
-    """The cost of an element that TMA stores."""
-    buffered: int = 0
-    """Elements of a tile that are still being stored when its consumers begin the next one."""
-    hides_epilogue: bool = True
-    """The next tile's products run while a tile is stored."""
-
-
-def constant_features(counts: Counts, config: GemmConfig) -> dict[str, float]:
+def constant_features(costs: Costs, config: GemmConfig) -> dict[str, float]:
     """The `Features` that do not depend on the spec."""
-    x = counts
-    products = x.slices * (x.width // x.mma_n) * 4
-    promotion = x.slices * x.width * x.promotion + (x.width * TOKEN_CYCLES if x.transposed else 0)
     return {
-        "tensor": x.groups * (products * max(x.mma_n / 2, LEAST_CYCLES) + x.slices * x.width * x.busy),
+        "tensor": costs.tensor,
         "consumers": config.num_consumers,
-        "consumers_k": x.consumers_k,
-        "promotion": promotion if x.promotion else 0.0,
-        "ahead": float(config.num_partials != 1),
+        "consumers_k": costs.consumers_k,
+        "promotion": costs.promotion,
+        "ahead": float(costs.ahead),
         "stages": config.num_stages,
-        "prologue_us": 0.0 if x.transposed else UPRIGHT_US,
-        "store_warp": float(x.store_warp),
-        "hides_epilogue": float(x.hides_epilogue),
+        "prologue_us": costs.prologue_us,
+        "store_warp": float(costs.store_warp),
+        "hides_epilogue": float(costs.hides_epilogue),
         "cluster": float(config.cluster_size > 1),
         "exchanges": float(config.cluster_k > 1),
-        "read": x.groups * products * (64 + x.mma_n) * 32,
+        "read": costs.read,
     }
 
 
 def features(
-    counts: Counts,
+    costs: Costs,
     constant: Mapping[str, float],
     all_sms: int,
     spec: GemmSpec,
@@ -162,15 +114,13 @@ def features(
     weights_read = n * rows * depth_read * _sharing(row_b, rows, element_bytes)
     from_l2 = tokens_read + weights_read
     inside = tokens_read * _inside_lines(row_a) + weights_read * _inside_lines(row_b)
-    element = DIRECT_ELEMENTS if counts.direct else counts.element * LINE_BYTES / counts.stored_row
     return Features(
         waves=waves,
         steps=waves * blocks,
         resident=min(config.ctas_per_sm, -(-tiles // num_sms)),
         filled=(tokens + block_n) * SCALE_BLOCK,
-        elements=max(0.0, finished - counts.buffered) * element * d_bytes / 2,
-        # Without swapped operands whole tiles are exchanged, also rows that do not exist.
-        exchanged=(splits - 1) * (finished if counts.transposed else block_m * block_n / splits),
+        elements=max(0.0, finished - costs.buffered) * costs.element * d_bytes / 2,
+        exchanged=(splits - 1) * (block_m * block_n / splits if costs.exchanges_edges else finished),
         first=first,
         traffic=m * k + n * k + d_bytes * m * n * (1 if spec.accumulate == "none" else 2) - first,
         from_l2=from_l2,

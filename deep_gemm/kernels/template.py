@@ -17,7 +17,7 @@ from ..params import GemmConfig, KernelParams
 from ..spec import GemmSpec, Operand
 from . import groups
 from .base import Argument, Numbers, Strides, Value
-from .gemm_features import Counts
+from .features import Costs
 
 BYTES = {"e4m3": 1, "bf16": 2, "f16": 2, "f32": 4}
 
@@ -116,9 +116,14 @@ class Template(ABC):
         return params.gemm
 
     @abstractmethod
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
-        """The performance model's counts for ``config`` and D's dtype. ``aligned``: rows of D begin at multiples of 16
-        bytes."""
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+        """What ``config`` costs, for the performance model. ``output`` is D's dtype; ``aligned``: rows of D begin at
+        multiples of 16 bytes."""
+
+    def speeds(self, spec: GemmSpec) -> str:
+        """The name in `select.calibration.NAMED` of the speeds by which the model estimates ``spec``; "" for the common
+        ones."""
+        return ""
 
     # ---- a binary
 

@@ -21,7 +21,7 @@ PREFIX = "speed "
 """What the names of speeds for some products begin with in a calibration file."""
 
 NAMED = ("of 16-bit tiles",)
-"""The names of all speeds for some products; see `rules.speeds`."""
+"""The names of all speeds for some products; see `Template.speeds`."""
 
 
 @record(frozen=True)
@@ -77,7 +77,7 @@ class Calibration:
     power: Power
     origin: str = ""
     others: tuple[tuple[str, Speed], ...] = ()
-    """Speeds by which only some products are estimated, by name: see `rules.speeds`."""
+    """Speeds by which only some products are estimated, by name: see `Template.speeds`."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], origin: str = "") -> Calibration:

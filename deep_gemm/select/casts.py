@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from ..arch import ArchSpec
 from ..kernels.epilogues import apart
-from ..kernels.hopper.offered import MOST_TOKENS
 from ..records import record
 from ..spec import SCALE_BLOCK, GemmSpec, Spec
 from .calibration import Calibration, default
-from .heuristic import least, ranked_as, select
+from .heuristic import FEW_TOKENS, least, ranked_as, select
 from .model import speed
 
 LAUNCH_US = 2.0
@@ -23,7 +22,7 @@ LAUNCH_US = 2.0
 graph and 2.5 in a single call; one of 1024 to 8192 rows took these 2 us and the time of its bytes from HBM (H200)."""
 
 GAIN_OF_FEW, GAIN = 1.1, 1.2
-"""The time of one launch over that of two from which there are two, for at most `MOST_TOKENS` rows and for more. The
+"""The time of one launch over that of two from which there are two, for at most `FEW_TOKENS` rows and for more. The
 model's estimate of that is up to 8% too high: 1.29 where 1.20 was measured (64 x 4096 x 7168 with SiLU), and 0.97 where
 it was 0.95 (4096 rows with SwiGLU, H200). With more rows it goes up and down with the rounds of tiles. A layer should
 change its number of launches at one M only. 11 of 912 layers of models (FP8 and BF16, with and without a gate, on two
@@ -49,10 +48,11 @@ def casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = No
 def _casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> Casting:
     one = select(spec, arch, calibration).estimate.total_us
     product, cast = apart(spec)  # type: ignore[misc]
-    two = select(product, arch, calibration).estimate.total_us + LAUNCH_US
+    chosen = select(product, arch, calibration)
+    two = chosen.estimate.total_us + LAUNCH_US
     moved = cast.rows * cast.columns * (4 + 1 + 4 / SCALE_BLOCK)  # sums, bytes, and scales
-    two += moved / (speed(product, calibration).hbm_gb_per_s * 1e3)
-    return Casting(one, two, 2 if one >= two * (GAIN_OF_FEW if spec.m <= MOST_TOKENS else GAIN) else 1)
+    two += moved / (speed(product, chosen.config.family, calibration).hbm_gb_per_s * 1e3)
+    return Casting(one, two, 2 if one >= two * (GAIN_OF_FEW if spec.m <= FEW_TOKENS else GAIN) else 1)
 
 
 def all_launches(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Spec, ...]:

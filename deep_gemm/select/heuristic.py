@@ -13,7 +13,7 @@ from dataclasses import replace
 from .. import kernels
 from ..arch import ArchSpec
 from ..errors import UnsupportedError
-from ..kernels.hopper.offered import MOST_TOKENS, ctas
+from ..kernels.features import ctas
 from ..params import GemmConfig
 from ..records import record
 from ..spec import GemmSpec, ceil_div
@@ -33,7 +33,7 @@ class Choice:
     @functools.cached_property
     def estimate(self) -> Estimate:
         """The model's estimate. Computed when asked for, since ranking needs only one number of each config."""
-        return estimate(self.spec, self.config, speed(self.spec, self.calibration))
+        return estimate(self.spec, self.config, speed(self.spec, self.config.family, self.calibration))
 
     @functools.cached_property
     def sustained_us(self) -> float:
@@ -47,6 +47,8 @@ SOME_TOKENS = 512
 EXACT_TOKENS = 16
 """M up to 16 is not bucketed."""
 
+FEW_TOKENS = 64
+"""M up to this is a decoder's."""
 
 SUSTAINED_FLOPS, PREFILL_FLOPS = 1e10, 2e9
 """FLOPs from which power limits launches that follow one another. On an H200, 1000 x 2112 x 7168 took 29.8 us alone and
@@ -99,7 +101,7 @@ def sustains(spec: GemmSpec) -> bool:
 
 def streams(spec: GemmSpec) -> bool:
     """Whether a product has few rows and long K, so that `partly_full` matters."""
-    return spec.m <= 2 * MOST_TOKENS and spec.k >= STREAMED_K and spec.grouping == "none"
+    return spec.m <= 2 * FEW_TOKENS and spec.k >= STREAMED_K and spec.grouping == "none"
 
 
 def partly_full(spec: GemmSpec, config: GemmConfig) -> float:
@@ -147,11 +149,13 @@ def order(
     of single calls, in us, to use in place of the model's."""
     if not configs:
         return []
-    known, sustained, streamed = speed(spec, calibration), sustains(spec), streams(spec)
-    features_of = {name: kernels.gemm_family(name).features for name in {config.family for config in configs}}
+    names = {config.family for config in configs}
+    features_of = {name: kernels.gemm_family(name).features for name in names}
+    speed_of = {name: speed(spec, name, calibration) for name in names}
+    sustained, streamed = sustains(spec), streams(spec)
 
     def key(config: GemmConfig) -> tuple[float, int]:
-        x = features_of[config.family](spec, config)
+        x, known = features_of[config.family](spec, config), speed_of[config.family]
         us = parts(x, known)["total"] if measured is None else measured[config]
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)

@@ -13,11 +13,10 @@ from typing import Any
 
 from .. import kernels
 from ..kernels.features import Features
-from ..kernels.hopper.offered import has_swap_ab_tiles
 from ..params import GemmConfig
 from ..records import record
 from ..spec import GemmSpec
-from .calibration import NAMED, Calibration, Speed
+from .calibration import Calibration, Speed
 
 
 @record(frozen=True)
@@ -74,9 +73,9 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
     }
 
 
-def speed(spec: GemmSpec, calibration: Calibration) -> Speed:
-    """The constants of speed by which ``spec`` is estimated."""
-    return calibration.named(speeds(spec))
+def speed(spec: GemmSpec, family: str, calibration: Calibration) -> Speed:
+    """The constants of speed by which configs of ``family`` are estimated for ``spec``."""
+    return calibration.named(kernels.gemm_family(family).speeds(spec))
 
 
 def features(spec: GemmSpec, config: GemmConfig) -> Features:
@@ -95,10 +94,3 @@ def estimate(spec: GemmSpec, config: GemmConfig, speed: Speed) -> Estimate:
         waves=int(x.waves),
         bound=max(times, key=lambda name: times[name]),
     )
-
-
-def speeds(spec: GemmSpec) -> str:
-    """The name of the speeds in a calibration by which the model estimates ``spec``; empty for the common ones.
-    Products that swap-AB tiles can compute have speeds of their own: with those of FP8 the choices there are 1.5%
-    worse."""
-    return NAMED[0] if has_swap_ab_tiles(spec) else ""

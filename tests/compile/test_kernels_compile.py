@@ -31,6 +31,7 @@ from deep_gemm import kernels
 from deep_gemm.jit import sass
 from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED
 from deep_gemm.kernels.hopper import ffma_bursts as bursts
+from deep_gemm.kernels.hopper.costs import slices
 from deep_gemm.kernels.hopper.edges import segments
 from deep_gemm.kernels.hopper.template import turns
 from deep_gemm.log import log
@@ -159,9 +160,9 @@ def test_consumers_in_turn_have_one_copy_of_their_loop(built: Built, params: Ker
     """A step of it has as many instructions as one that is unrolled over the ring, with immediates for addresses."""
     config = upright(params)
     assert config is not None
-    units = config.slices * config.block_n // int(kernels.get(params.kernel).fields(params)["mma_n"])
+    units = slices(config) * config.block_n // int(kernels.get(params.kernel).fields(params)["mma_n"])
     promotion = sum(" FFMA " in f" {step}" for step in built.loop)
-    assert promotion == config.slices * config.block_n // 2
+    assert promotion == slices(config) * config.block_n // 2
     assert len(built.loop) - promotion <= (30 if params.store == "tma" else 36) + 22 * units, "\n".join(built.loop)
 
 
@@ -283,7 +284,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built,
     if config is None or config.block_m * config.block_n >= 128 * 128 or config.num_partials == 1:
         assert not looks
         return
-    each_block = 4 * config.slices * (config.block_n // PLAIN.rules.mma_n(config))
+    each_block = 4 * slices(config) * (config.block_n // PLAIN.rules.mma_n(config))
     assert sum("GMMA" in step for step in steps) == each_block * len(looks) > 0
     for look in looks:  # promotion lies between the test and the use of its result
         onwards = (steps + steps)[look + 1 :]

@@ -16,10 +16,10 @@ from deep_gemm import arch, kernels, ops
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench.backends import spec_of
 from deep_gemm.errors import UnsupportedError
+from deep_gemm.kernels.features import ctas
 from deep_gemm.kernels.gemm_features import L2_SHARING
 from deep_gemm.kernels.hopper.edges import last_rows
 from deep_gemm.kernels.hopper.loads import left
-from deep_gemm.kernels.hopper.offered import ctas
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime.engine import kernel_params
 from deep_gemm.select import candidates, heuristic, legal, rank, representative, representatives, select

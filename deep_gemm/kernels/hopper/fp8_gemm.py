@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from ...arch import SM90, ArchSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align
-from ..gemm_features import Counts
+from ..features import Costs
 from . import offered
+from .costs import slices, wgmma_costs
 from .edges import EdgeBoxes
 from .template import BARRIER_BYTES, MAX_STAGES, stages_that_fit
 
@@ -81,7 +82,7 @@ class Fp8Gemm(EdgeBoxes):
             persistent=persistent,
             num_partials=2,
         )
-        partials = 2 if config.slices <= 2 and mma_n(config) == block_n else 1
+        partials = 2 if slices(config) <= 2 and mma_n(config) == block_n else 1
         rest, stage = _fixed_bytes(config, tma_store=True), _stage_bytes(config)
         return config.changed(stages_that_fit(arch, config, rest, stage), partials)
 
@@ -114,7 +115,7 @@ class Fp8Gemm(EdgeBoxes):
         if self.by_rows and c.cluster_size > 1 and mma_n(c) < c.block_n:
             return "clusters whose consumers multiply in two parts have too few registers for scales of rows"
         columns = mma_n(c)
-        units = c.slices * c.block_n // columns
+        units = slices(c) * c.block_n // columns
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
         if c.num_consumers == 1 and columns < c.block_n:
@@ -163,15 +164,8 @@ class Fp8Gemm(EdgeBoxes):
     def mma_n(self, config: GemmConfig) -> int:
         return mma_n(config)
 
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
-        return Counts(
-            groups=config.num_consumers,
-            slices=config.slices,
-            width=config.block_n,
-            mma_n=mma_n(config),
-            direct=not aligned,
-            store_warp=config.persistent and aligned,
-        )
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+        return wgmma_costs(config, mma_n(config), aligned=aligned, store_warp=config.persistent and aligned)
 
     def box_columns(self, config: GemmConfig, output: str) -> int:
         """The widest of 64, 32 and 16 columns that divides the tile."""
@@ -203,17 +197,17 @@ def _register_splits(config: GemmConfig) -> tuple[tuple[int, int], ...]:
 
 def _needed(config: GemmConfig, columns: int) -> int:
     """Registers of a consumer thread with instructions of ``columns`` columns."""
-    slices = config.slices
-    others = _OTHER_REGISTERS + slices * _OTHER_REGISTERS_PER_SLICE
+    rows = slices(config)
+    others = _OTHER_REGISTERS + rows * _OTHER_REGISTERS_PER_SLICE
     others += (config.block_n.bit_count() - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if columns < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
-    return slices * config.block_n // 2 + config.num_partials * columns // 2 + others
+    return rows * config.block_n // 2 + config.num_partials * columns // 2 + others
 
 
 def accumulators(config: GemmConfig, columns: int) -> int:
     """Registers of a consumer thread for sums and partial sums, with instructions of ``columns`` columns."""
-    return config.slices * config.block_n // 2 + config.num_partials * columns // 2
+    return slices(config) * config.block_n // 2 + config.num_partials * columns // 2
 
 
 def register_split(config: GemmConfig) -> tuple[int, int]:
@@ -240,7 +234,7 @@ def _fixed_bytes(config: GemmConfig, tma_store: bool) -> int:
     warp publishes the next tile for two consumers."""
     c, total = config, 0
     if c.cluster_k > 1:
-        slot = c.slices * c.block_n // c.cluster_k * 256
+        slot = slices(c) * c.block_n // c.cluster_k * 256
         total += c.num_consumers * ((c.cluster_k - 1) * slot + BARRIER_BYTES)
     if tma_store and c.persistent:
         total += c.block_m * c.block_n * 2 // c.cluster_k + (16 if c.num_consumers == 2 else 0)

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from ...arch import SM90, ArchSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import SCALE_BLOCK, GemmSpec, align
-from ..gemm_features import PROMOTION_CYCLES, Counts
+from ..features import Costs
 from ..template import BYTES
 from . import offered
+from .costs import PROMOTION_CYCLES, slices, wgmma_costs
 from .fp8_gemm import CONSUMERS, accumulators
 from .template import BARRIER_BYTES, MAX_STAGES, HopperTemplate
 
@@ -96,7 +97,7 @@ class Fp8Scaled(HopperTemplate):
         )
         two = one.changed(one.num_stages, 2)
         if partials is None:
-            partials = 2 if two.slices <= 2 and enough_registers(two, block_n) else 1
+            partials = 2 if slices(two) <= 2 and enough_registers(two, block_n) else 1
         return self._fitted(two if partials == 2 else one, "1d1d", "f32", arch)
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
@@ -133,7 +134,7 @@ class Fp8Scaled(HopperTemplate):
         if c.buffers not in (1, 2):
             return f"parts are staged in one buffer or in two, not in {c.buffers}"
         columns = mma_n(c)
-        units = c.slices * c.block_n // columns
+        units = slices(c) * c.block_n // columns
         if c.num_partials not in (1, 2) or (c.num_partials == 2 and units > 2):
             return f"there is no schedule for {c.num_partials} sets of partial sums and {units} products a block of K"
         if c.num_consumers == 1 and columns < c.block_n and not self.gated:
@@ -183,13 +184,10 @@ class Fp8Scaled(HopperTemplate):
     def mma_n(self, config: GemmConfig) -> int:
         return mma_n(config)
 
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
-        return Counts(
-            groups=config.num_consumers,
-            slices=config.slices,
-            width=config.block_n,
-            mma_n=mma_n(config),
-            direct=not aligned,
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+        return wgmma_costs(
+            *(config, mma_n(config)),
+            aligned=aligned,
             store_warp=aligned,
             promotion=PROMOTION[scaling],
             busy=_BUSY[config.num_partials] if scaling == "1d1d" else 0.0,
@@ -239,7 +237,7 @@ def mma_n(config: GemmConfig) -> int:
 def enough_registers(config: GemmConfig, columns: int, more: int = 0) -> bool:
     """Whether instructions of ``columns`` columns, and ``more`` registers for each slice, fit in a consumer thread's
     registers."""
-    others = _OTHER_REGISTERS + config.slices * (_OTHER_REGISTERS_PER_SLICE + more)
+    others = _OTHER_REGISTERS + slices(config) * (_OTHER_REGISTERS_PER_SLICE + more)
     others += _OTHER_REGISTERS_OF_PARTS if columns < config.block_n else 0
     others += _OTHER_REGISTERS_OF_WIDE if columns > 128 else 0
     most = _ALL_REGISTERS if _is_wide_and_alone(config) else REGISTERS[config.num_consumers][1]

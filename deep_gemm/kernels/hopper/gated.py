@@ -12,6 +12,7 @@ from ...spec import SCALE_BLOCK, GemmSpec
 from ..gemm import SAME, GemmFamily
 from ..groups import ALONG_M
 from . import serving
+from .costs import slices
 from .fp8_scaled import Fp8Scaled
 from .half_gemm import HalfGemm
 from .template import HopperTemplate
@@ -54,8 +55,8 @@ class Fp8Gated(Gated, Fp8Scaled):
         return itertools.product((64, 128), _WIDTHS, clusters, (1, 2), (1, 2))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
-        if config.slices != 1:
-            return f"a consumer has gate and up of 64 rows, not of {config.slices * 64}"
+        if slices(config) != 1:
+            return f"a consumer has gate and up of 64 rows, not of {slices(config) * 64}"
         if config.num_consumers > 1 and config.num_partials > 1:
             return "two consumers have one set of partial sums"
         return super().illegal(config, arch)

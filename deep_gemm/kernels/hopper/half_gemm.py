@@ -11,10 +11,12 @@ from typing import Any, ClassVar
 from ...arch import SM90, ArchSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import SCALE_BLOCK, GemmSpec, ceil_div
-from ..gemm_features import PACKING, Counts
+from ..features import Costs
+from ..gemm_features import PACKING
 from ..groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
 from ..template import BYTES
 from . import offered
+from .costs import slices, wgmma_costs
 from .loads import left
 from .template import BARRIER_BYTES, MAX_STAGES, ONE_ORDER, HopperTemplate, stages_that_fit
 
@@ -215,16 +217,13 @@ class HalfGemm(HopperTemplate):
     def min_ctas(self, config: GemmConfig) -> int:
         return config.ctas_per_sm if config.num_consumers > 1 else 2
 
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
         """With groups along K elements of D cost what 16-bit ones do. Without groups there are 128x128 tiles in pairs
         for few blocks of K; with them they would be alone, and 128x256 tiles take 10% less time."""
-        wide, width = output == "f32" and self.groups != "k", config.width
-        return Counts(
-            groups=config.num_consumers,
-            slices=config.slices,
-            width=width,
-            mma_n=width,
-            direct=not aligned,
+        wide = output == "f32" and self.groups != "k"
+        return wgmma_costs(
+            *(config, config.width),
+            aligned=aligned,
             store_warp=aligned,
             promotion=0.0,
             stored_row=self.box_columns(config, output) * BYTES[output],
@@ -255,7 +254,7 @@ class HalfGemm(HopperTemplate):
             buffers = _K_GROUP_BUFFERS if along_k else self._staging_buffers(config, output)
             total += buffers * self._staging_bytes(config, output)
         if config.cluster_k > 1:
-            slot = config.slices * config.width // config.cluster_k * 256
+            slot = slices(config) * config.width // config.cluster_k * 256
             total += config.num_consumers * ((config.cluster_k - 1) * slot + BARRIER_BYTES)
         return total
 

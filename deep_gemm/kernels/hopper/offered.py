@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ...params import GemmConfig
 from ...spec import GemmSpec, ceil_div
 from .. import groups
+from ..features import ctas
 
 MOST_TOKENS = 64
 """16-bit tiles for few rows of A are offered up to this M. Above, swap-AB tiles of any height are."""
@@ -100,13 +101,6 @@ def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     height = min(config.block_m for config in low)
     enough = spec.groups * ceil_div(spec.n, WIDE) >= spec.num_sms
     return [c for c in low if c.block_m == height and not (enough and c.block_n == NARROW)]
-
-
-def ctas(spec: GemmSpec, config: GemmConfig) -> int:
-    """One for each tile, or for each part of its K."""
-    # Not `ceil_div`: each new M asks for some hundred configs.
-    tiles = -(-spec.m // config.block_m) * -(-spec.n // config.block_n) * config.cluster_k
-    return tiles * (spec.groups if spec.grouping == "batched" else 1)
 
 
 def rounds(spec: GemmSpec, config: GemmConfig) -> int:

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 from ...arch import SM90, ArchSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align, ceil_div
-from ..gemm_features import Counts
+from ..features import Costs
 from . import offered
+from .costs import wgmma_costs
 from .edges import EdgeBoxes
 from .fp8_scaled import PROMOTION
 from .template import BARRIER_BYTES, ONE_ORDER, HopperTemplate, stages_that_fit
@@ -102,18 +103,10 @@ class Swapped(HopperTemplate):
             return 40, 216
         return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
 
-    def counts(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Counts:
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
         """Tokens are the columns of wgmma, and the epilogue transposes D."""
-        return Counts(
-            groups=1,
-            slices=1,
-            width=config.block_m,
-            mma_n=config.block_m,
-            direct=not aligned,
-            store_warp=False,
-            transposed=True,
-            consumers_k=config.consumers_k,
-            promotion=PROMOTION[scaling],
+        return wgmma_costs(
+            *(config, config.block_m), aligned=aligned, store_warp=False, few_rows=True, promotion=PROMOTION[scaling]
         )
 
     def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:

@@ -14,7 +14,7 @@ from ...spec import GemmSpec, Operand, ceil_div
 from .. import groups
 from ..base import Argument, Numbers, Strides, Value
 from ..template import Constants, Grid, Template
-from . import ffma_bursts, launch
+from . import ffma_bursts, launch, offered
 from .launch import Boxes
 from .loads import left, operand_maps
 
@@ -62,6 +62,11 @@ class HopperTemplate(Template):
 
     def num_threads(self, config: GemmConfig) -> int:
         return 128 * (config.num_consumers + 1)
+
+    def speeds(self, spec: GemmSpec) -> str:
+        """Products for which there are swap-AB tiles of any height have speeds of their own: with those of FP8 the
+        choices there are 1.5% worse."""
+        return "of 16-bit tiles" if offered.has_swap_ab_tiles(spec) else ""
 
     @abstractmethod
     def registers(self, config: GemmConfig) -> tuple[int, int]:
