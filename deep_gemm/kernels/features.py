@@ -37,10 +37,8 @@ class Costs(NamedTuple):
 
 
 class Features(NamedTuple):
-    """Numbers, or arrays of numbers for many pairs of spec and config at once. "A block" is as in
-    `Costs`.
-
-    The fields apply to a GEMM of any dtype. What depends on instructions comes from `Costs`.
+    """Numbers, or arrays of numbers for many pairs of spec and config at once. They apply to a GEMM of any dtype. What
+    depends on instructions comes from `Costs`, which also says what "a block" is.
     """
 
     waves: float

@@ -256,6 +256,13 @@ def reads_environment(tree: ast.AST) -> bool:
     return False
 
 
+def test_what_serves_every_gpu_imports_no_code_for_one() -> None:
+    """Selection, shipping and calls ask a family's template."""
+    own = "deep_gemm.kernels.hopper"
+    found = {module for module, path in FILES.items() for name in imports(module, parse(path)) if name.startswith(own)}
+    assert {module for module in found if not module.startswith(own)} == {"deep_gemm.kernels.families"}
+
+
 def test_imports_point_one_way() -> None:
     found = {
         module: violations(module, parse(FILES[module])) for module in set(FILES) - {"deep_gemm.templates.__init__"}
