@@ -10,6 +10,7 @@ from typing import Any
 
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import FP8, ROWWISE
+from deep_gemm.aot.patterns import compiled
 from deep_gemm.errors import InvalidInputError
 
 OTHERS = {
@@ -84,13 +85,13 @@ class Names:
         ):  # fmt: skip
             if count > most:
                 raise InvalidInputError(f"{where} of quantization_config has {count} {kind}: {most} at most.")
-        compiled = [re.compile("|".join(map(fnmatch.translate, wild)))] if wild else []
+        ready = [re.compile("|".join(map(fnmatch.translate, wild)))] if wild else []
         for entry, pattern in patterns:
             try:
-                compiled.append(re.compile(pattern))
-            except re.error as error:
+                ready.append(compiled(pattern))
+            except ValueError as error:
                 raise InvalidInputError(f"{where} of quantization_config has {shown(entry)}: {error}.") from error
-        return cls(frozenset(plain), tuple(compiled))
+        return cls(frozenset(plain), tuple(ready))
 
     def have(self, names: Iterable[str]) -> bool:
         """Whether an entry names the module that has these names, from "layers" on, or a module that holds it."""

@@ -99,6 +99,8 @@ REFUSED: list[tuple[Config, int, int, str]] = [
     (quantised(LLAMA_8B, **BLOCKS | {"weight_block_size": 128}), 1, 1, "weight_block_size"),
     (quantised(LLAMA_8B, **BLOCKS | {"modules_to_not_convert": "lm_head"}), 1, 1, "modules_to_not_convert"),
     (quantised(LLAMA_8B, **BLOCKS | {"ignored_layers": ["re:("]}), 1, 1, "ignored_layers"),
+    *((quantised(LLAMA_8B, **BLOCKS | {"ignored_layers": [f"re:{text}"]}), 1, 1, "ignored_layers.* very long to match")
+      for text in ("(.*)*x", "(a|a)+x", "(a{0,9}){9}x", r"(.)\1", ".*" * 5 + "x", "a?" * 30 + "a" * 30)),
     (quantised(LLAMA_8B, quant_method="compressed-tensors"), 1, 1, "config_groups"),
     (LLAMA_8B, 3, 1, "multiple of tp"), (LLAMA_8B, 0, 1, "tp must be at least 1"),
     (LLAMA_8B, 1, 2, "without routed"), (MIXTRAL, 8, 0, "ep must be at least 1"),
