@@ -102,7 +102,8 @@ class Parts:
         after = [texts.pop(name) for name in MATRICES]
         clamp = "" if self.clamp is None else f"clamp:{self.clamp!r}"
         more = "interleaved" * self.interleaved, clamp, _CASTS[self.cast]
-        text = "+".join(filter(None, ("alpha" * self.alpha, *texts.values(), self.activation, *after, *more)))
+        parts = ("alpha" * self.alpha, *texts.values(), self.activation, *after, *more)
+        text = "+".join(part for part in parts if part)
         if self.expression is not None:  # the last part, since it may have any letters
             text += f"{'+' * bool(text)}{self.expression}"
         return text or "none"

@@ -46,9 +46,11 @@ def _init(cls: type, fields: tuple[dataclasses.Field[Any], ...]) -> Callable[...
             arguments.append(f"{name}=_factory")
         else:
             arguments.append(name if field.default is dataclasses.MISSING else f"{name}=_{name}")
-        values.append(f"{name}={value}")
-    after = "\n self.__post_init__()" if hasattr(cls, "__post_init__") else ""
-    exec(f"def __init__({', '.join(arguments)}):\n self.__dict__.update({', '.join(values)}){after}", names)
+        values.append(f" _own[{name!r}] = {value}")
+    if hasattr(cls, "__post_init__"):
+        values.append(" self.__post_init__()")
+    # torch.compile of torch 2.7 traces writes to `__dict__`, and no call of its methods.
+    exec("\n".join((f"def __init__({', '.join(arguments)}):", " _own = self.__dict__", *values)), names)
     made: Callable[..., None] = names["__init__"]
     made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
     made.__annotations__ = {field.name: field.type for field in fields} | {"return": None}

@@ -135,7 +135,7 @@ class Epilogue:
         make = _made if torch.compiler.is_compiling() else _parts  # torch would warn of the cache
         key = dtypes, has_number, activation, clamp, expression, self.interleaved, self.use_ue8m0
         parts, text, fp8_text = make(*key)
-        tensors |= own.tensors if own else {}
+        tensors.update(own.tensors if own else {})
         number = float(self.alpha) if has_number else 1.0  # type: ignore[arg-type]
         found = {"text": text, "fp8_text": fp8_text, "parts": parts, "number": number, "tensors": tensors}
         for name, value in found.items():

@@ -229,7 +229,8 @@ class Fp4Gemm(Operation):
 def expected_m(value: Any) -> int:
     """An estimate of the rows of a group, rounded up to a tile's height, or above all of them to a power of two."""
     known = m_grouped.check_expected_m("expected_m", value)
-    return next((height for height in TOKENS if value <= height), known)
+    tiles = [height for height in TOKENS if value <= height]
+    return tiles[0] if tiles else known
 
 
 def is_fp4(b: Any) -> bool:

@@ -82,9 +82,9 @@ def transform(packed: Any, scales: Any, activations: Any, absolute: bool | None 
 
 def is_transformed(packed: Any, grouped: bool) -> bool:
     """Whether weights have the form of `transform`, by their shape."""
-    if not isinstance(packed, Tensor) or packed.dtype not in _TYPES.values() or packed.dim() != 3 + grouped:
+    if not isinstance(packed, Tensor) or packed.dtype not in tuple(_TYPES.values()) or packed.dim() != 3 + grouped:
         return False
-    return packed.shape[-1] * packed.element_size() - _CODE_BYTES in _EXPONENT_BYTES.values()
+    return packed.shape[-1] * packed.element_size() - _CODE_BYTES in tuple(_EXPONENT_BYTES.values())
 
 
 def is_absolute(packed: Tensor) -> bool:

@@ -104,6 +104,8 @@ def retract_constant(*tensors: Tensor) -> None:
     >>> deep_gemm.retract_constant(w)
     """
     storages = [_storage(x, index, "retract_constant") for index, x in enumerate(tensors)]
+    if not _promises:
+        return
     found = [_promises.pop(id(storage), None) for storage in storages]
     if any(promise is not None for promise in found):
         changed()

@@ -104,12 +104,12 @@ def drop_the_last_block(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb
 
 def swap_two_rows(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor) -> Tensors:
     order = [1, 0, *range(2, a.shape[0])]
-    return a[order], sfa[order], b, sfb
+    return a.view(torch.uint8)[order].view(a.dtype), sfa[order], b, sfb
 
 
 def repeat_a_column(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: torch.Tensor) -> Tensors:
     order = [*range(b.shape[0] - 1), b.shape[0] - 2]
-    return a, sfa, b[order], sfb
+    return a, sfa, b.view(torch.uint8)[order].view(b.dtype), sfb
 
 
 MUTATIONS = [
