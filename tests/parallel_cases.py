@@ -103,6 +103,7 @@ def tensor_parallel(mesh: DeviceMesh, kind: str, sequence: bool) -> Errors:
 
 def tensor_parallel_refusals(mesh: DeviceMesh) -> list[str]:
     from torch.distributed.tensor.parallel import parallelize_module
+    from torch.distributed.tensor.parallel import style as styles
 
     from deep_gemm import InvalidInputError
     from deep_gemm.nn.parallel import ColwiseParallel, ExpertParallel, RowwiseParallel
@@ -115,6 +116,7 @@ def tensor_parallel_refusals(mesh: DeviceMesh) -> list[str]:
         return "nothing"
 
     twice = parallelize_module(FP8Linear(WIDTH, HIDDEN), mesh, ColwiseParallel())
+    others = (FP8Linear(WIDTH, WIDTH), FP8Linear(WIDTH, WIDTH, mode="inference"), BF16Linear(WIDTH, WIDTH))
     return [
         said(FP8Linear(WIDTH, 128 * 9), ColwiseParallel()),
         said(FP8Linear(144, WIDTH), RowwiseParallel()),
@@ -122,6 +124,7 @@ def tensor_parallel_refusals(mesh: DeviceMesh) -> list[str]:
         said(MoE(64, 32, 3, 1), ExpertParallel()),
         said(nn.ReLU(), ExpertParallel()),
         said(twice, RowwiseParallel()),
+        *(said(layer, style()) for layer in others for style in (styles.ColwiseParallel, styles.RowwiseParallel)),
     ]
 
 

@@ -35,7 +35,7 @@ def row_major(x: Tensor, name: str = "x") -> Tensor:
     return x.contiguous()
 
 
-def refuse_input(x: Any, shape: str) -> NoReturn:
+def _refuse_input(x: Any, shape: str) -> NoReturn:
     """Refuse an input of a layer that is no dense tensor of this shape."""
     came = f"it is {kind_of(x)}"
     if isinstance(x, Tensor):
@@ -73,12 +73,16 @@ def refuse_meta() -> NoReturn:
 
 def as_rows(x: Tensor, width: int) -> Tensor:
     """The input x (..., width) of a layer as a matrix whose rows are contiguous."""
-    return row_major(compact(x).reshape(-1, width))
+    return row_major(compact(x, width).reshape(-1, width))
 
 
-def compact(x: Tensor) -> Tensor:
-    """x (..., width), or a matrix of its rows, which are contiguous: what the products of `deep_gemm.ops.linear` take.
-    They take any rank, since each view costs the host as much as a launch. Refuses tensors of transforms."""
+def compact(x: Tensor, width: int, is_matrix: bool = False) -> Tensor:
+    """The input x (..., width) of a layer, or a matrix of its rows, which are contiguous: what the products of
+    `deep_gemm.ops.linear` take. They take any rank, since each view costs the host as much as a launch. Refuses what is
+    no dense tensor of this shape, what is no matrix if it must be one, and tensors of transforms."""
+    is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
+    if not is_dense or x.dim() == 0 or x.shape[-1] != width or (is_matrix and x.dim() != 2):
+        _refuse_input(x, f"({'rows' if is_matrix else '...'}, {width})")
     if torch.compiler.is_compiling():
         is_inside = _is_traced_in_transform()
     else:

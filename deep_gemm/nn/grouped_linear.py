@@ -63,12 +63,10 @@ class FP8GroupedLinear(FP8Weights):
         """x (rows, in_features), in the order of ``routing``, such as ``routing.spread(tokens)``; the result is (rows,
         out_features), in the dtype of x or of autocast. Rows of padding must be zeros, and are zeros in the
         result."""
-        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
-        if not is_dense or x.dim() != 2 or x.shape[1] != self.in_features:
-            casts.refuse_input(x, f"(rows, {self.in_features})")
+        x = casts.row_major(casts.compact(x, self.in_features, is_matrix=True))
         if not isinstance(routing, Routing):
             raise InvalidInputError(f"routing must be a deep_gemm.nn.Routing, but it is {kind_of(routing)}.")
-        dtype, x = casts.result_dtype(x), casts.as_rows(x, self.in_features)
+        dtype = casts.result_dtype(x)
         if self.takes_gradient():
             groups = routing.labels, routing.sizes
             how = dtype, self.main_grad(), self.weight_gradient

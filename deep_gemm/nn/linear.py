@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+class NotByTorch:
+    """What `torch.distributed.tensor.distribute_module`, which torch's own styles call, finds where it looks whether a
+    layer is divided already. It would divide FP8 values, and fail in the backend or in the forward."""
+
+    def __bool__(self) -> NoReturn:
+        raise InvalidInputError(
+            "torch's styles and distribute_module cannot divide a linear layer of deep_gemm.nn, whose products take no "
+            "DTensors. Give parallelize_module ColwiseParallel or RowwiseParallel of deep_gemm.nn.parallel."
+        )
+
+
 class Linear(Divisible, nn.Linear):
     """What the linear layers share: inputs of any rank, the dtype of the result, and bias. They are `torch.nn.Linear`
     for what looks for that, such as PEFT, and have no weight of its making."""
@@ -29,6 +40,8 @@ class Linear(Divisible, nn.Linear):
     bias: nn.Parameter | None  # type: ignore[assignment]
     shards: tuple[int, int] = 1, 1
     """Among how many ranks the output and the input features are divided: see `deep_gemm.nn.parallel`."""
+
+    _distribute_module_applied = NotByTorch()
 
     def reset_parameters(self) -> None:
         """Random weights and bias, as those of `torch.nn.Linear`."""
@@ -45,10 +58,7 @@ class Linear(Divisible, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) bfloat16, float16 or float32; the result is (..., out_features), in the dtype of x or of
         autocast."""
-        width = self.in_features // self.shards[1]
-        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
-        if not is_dense or x.dim() == 0 or x.shape[-1] != width:
-            casts.refuse_input(x, f"(..., {width})")
+        rows = casts.compact(x, self.in_features // self.shards[1])
         # As `casts.result_dtype`: a call of a function, and a device object, cost a microsecond.
         kind = "cuda" if x.is_cuda else x.device.type
         if kind == "meta":
@@ -58,7 +68,7 @@ class Linear(Divisible, nn.Linear):
         bias = self.bias
         if bias is not None and self.is_divided:
             bias = self.own(bias) if self.shards[1] == 1 else None
-        y = self.product(casts.compact(x), dtype, bias)
+        y = self.product(rows, dtype, bias)
         return y if y.dim() == x.dim() else y.view(*x.shape[:-1], y.shape[-1])
 
     def extra_repr(self) -> str:

@@ -123,15 +123,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are (..., width) bfloat16. Under an autocast to bfloat16, x of another dtype is cast."""
-        is_dense = isinstance(x, Tensor) and not x.is_nested and x.layout is torch.strided
-        if not is_dense or x.dim() == 0 or x.shape[-1] != self.width:
-            casts.refuse_input(x, f"(..., {self.width})")
+        tokens = casts.as_rows(x, self.width)
         if casts.result_dtype(x) != torch.bfloat16:
             raise InvalidInputError(
                 f"x must be a torch.bfloat16 tensor (..., {self.width}), but it is {kind_of(x)}. Call .bfloat16() on "
                 "it, or the layer under torch.autocast."
             )
-        tokens = casts.as_rows(x, self.width)
         casts.check_read(tokens)
         tokens = tokens.to(torch.bfloat16)
         weights, chosen = self.route(tokens)

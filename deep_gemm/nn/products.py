@@ -53,7 +53,7 @@ class FP8Product(torch.autograd.Function):
         if main is None and ctx.needs_input_grad[1]:
             dw = torch.empty(ctx.shapes[1], dtype=ctx.dtypes[1], device=dy.device)
         if dx is not None or dw is not None:
-            rows = dy if dy.is_contiguous() else casts.compact(dy)
+            rows = dy if dy.is_contiguous() else casts.compact(dy, dy.shape[-1])
             ops.backward(rows, saved, w, sfw, dx, dw, main is not None, ctx.blocks)
         return dx, dw if main is None else None, bias_gradient(ctx, dy, 2), *(None,) * 7
 

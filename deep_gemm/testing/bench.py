@@ -12,6 +12,7 @@ from typing import Any, overload
 import torch
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.jit.cache import files
 from deep_gemm.runtime.timer import FLUSH_BYTES
 from deep_gemm.testing.timing import singles
 
@@ -146,15 +147,13 @@ def _silence() -> Iterator[None]:
     """Discard what is written to stdout and stderr, by C++ code too."""
     for text in (sys.stdout, sys.stderr):
         text.flush()  # flush first: what was printed before must not be discarded
-    saved = [os.dup(stream) for stream in (1, 2)]
-    try:
-        with open(os.devnull, "wb") as nowhere:
+    with files.duplicate(1) as stdout, files.duplicate(2) as stderr, files.owned(os.devnull, os.O_WRONLY) as nowhere:
+        try:
             for stream in (1, 2):
                 os.dup2(nowhere.fileno(), stream)
-        yield
-    finally:
-        for text in (sys.stdout, sys.stderr):
-            text.flush()
-        for stream, original in zip((1, 2), saved, strict=True):
-            os.dup2(original, stream)
-            os.close(original)
+            yield
+        finally:
+            for text in (sys.stdout, sys.stderr):
+                text.flush()
+            for stream, original in ((1, stdout), (2, stderr)):
+                os.dup2(original.fileno(), stream)

@@ -21,6 +21,10 @@ from deep_gemm.nn.parallel import gather_in_fp8
 pytestmark = [pytest.mark.long, pytest.mark.limit(100)]
 ROOT = Path(__file__).parents[2]
 BLOCKS = "of a shard must be a multiple of 128, the size of a block of scales, but it is"
+TORCHS = (
+    "torch's styles and distribute_module cannot divide a linear layer of deep_gemm.nn, whose products take no "
+    "DTensors. Give parallelize_module ColwiseParallel or RowwiseParallel of deep_gemm.nn.parallel."
+)
 WHOLE = "of a shard must be a whole number, but it is"
 
 
@@ -46,6 +50,7 @@ def test_what_cannot_be_divided_is_said() -> None:
             f"The number of experts {WHOLE} 3 / 2. Legal numbers of ranks are 1, 3.",
             "ExpertParallel divides a deep_gemm.nn.MoE, but it got of type ReLU.",
             "weight of the layer is a DTensor already: divide it once.",
+            *[TORCHS] * 6,
         ]
 
 
