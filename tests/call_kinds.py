@@ -208,13 +208,10 @@ KINDS = {
     **{f"{form} bf16": grouped(form, BF16) for form in ("index", "psum", "masked")},
     "k bf16": Kind(lambda: k_tensors("bf16"), k_bf16),
     "k bf16 and c": Kind(lambda: k_tensors("bf16") | {"c": torch.zeros(G, M, N)}, k_bf16),
-    "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8),
-    "k padded": Kind(lambda: k_tensors("padded"), k_padded),
-    "heads": Kind(
-        lambda: dense_fp8(d=torch.zeros(M, N // 8 * 12, dtype=BF16)), skips_middle, options={"head_splits": (2, 4, 6)}
-    ),
-    "batch": Kind(batch, deep_gemm.bf16_bmm),
-    "batch of fp8": Kind(batch_fp8, bmm_fp8),
+    "k fp8": Kind(lambda: k_tensors("fp8"), k_fp8), "k padded": Kind(lambda: k_tensors("padded"), k_padded),
+    "heads": Kind(lambda: dense_fp8(d=torch.zeros(M, N // 8 * 12, dtype=BF16)), skips_middle,
+        options={"head_splits": (2, 4, 6)}),
+    "batch": Kind(batch, deep_gemm.bf16_bmm), "batch of fp8": Kind(batch_fp8, bmm_fp8),
     "einsum": Kind(lambda: {name: x.transpose(0, 1) if name != "b" else x for name, x in batch().items()}, each_h),
     "sum": Kind(lambda: batch() | {"d": torch.zeros(M, N)}, summed),
     "sum and c": Kind(lambda: batch() | {name: torch.zeros(M, N) for name in "cd"}, summed),
@@ -223,19 +220,16 @@ KINDS = {
     "gathered": Kind(lambda: cast_tensors(("x", "rows", *WRITTEN)), rows, WRITTEN),
     "factored": Kind(lambda: cast_tensors(("x", "factors", *WRITTEN)), rows, WRITTEN),
     "rms norm": Kind(lambda: rows_tensors(False, "x", "weight"), rms_norm, ("out",), {"eps": 1e-5}),
-    "rms norm and sum": Kind(
-        lambda: rows_tensors(False, "x", "weight", "residual"), rms_norm, ("out", "residual"), {"eps": 1e-5}
-    ),
+    "rms norm and sum": Kind(lambda: rows_tensors(False, "x", "weight", "residual"), rms_norm, ("out", "residual"),
+        {"eps": 1e-5}),
     "layer norm": Kind(lambda: rows_tensors(True, "x", "weight"), layer_norm, WRITTEN, {"use_ue8m0": True}),
     "layer norm and bias": Kind(lambda: rows_tensors(True, "x", "weight", "bias"), layer_norm, WRITTEN),
-    "layer norm and sum": Kind(
-        lambda: rows_tensors(True, "x", "weight", "residual"), layer_norm, (*WRITTEN, "residual")
-    ),
-    "layer norm, bias and sum": Kind(
-        lambda: rows_tensors(True, "x", "weight", "bias", "residual"), layer_norm, (*WRITTEN, "residual")
-    ),
+    "layer norm and sum": Kind(lambda: rows_tensors(True, "x", "weight", "residual"), layer_norm,
+        (*WRITTEN, "residual")),
+    "layer norm, bias and sum": Kind(lambda: rows_tensors(True, "x", "weight", "bias", "residual"), layer_norm,
+        (*WRITTEN, "residual")),
     "add and gelu": Kind(lambda: rows_tensors(False, "x", "y"), fused.add_gelu, ("out",), {"approximate": "tanh"}),
     "silu and mul": Kind(lambda: rows_tensors(True, "gate_up", "factors"), silu_and_mul, WRITTEN, {"limit": 2.0}),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
-}
+}  # fmt: skip
 OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]

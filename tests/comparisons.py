@@ -21,16 +21,11 @@ from deep_gemm.backends.results import Comparison, Result
 H100 = Roof("H100 SXM", 3350, {"fp8": 1979.0, "half": 989.5, "float32": 66.9})
 
 US: dict[tuple[str, tuple[int, ...]], dict[str, float]] = {
-    ("fp8_gemm_nt", (64, 4096, 7168)): {
-        "cuda": 17,
-        "cublaslt": 26,
-        "cublaslt:tensorwise": 16,
-        "triton": 31,
-        "tilelang": 28,
-    },
+    ("fp8_gemm_nt", (64, 4096, 7168)): {"cuda": 17, "cublaslt": 26, "cublaslt:tensorwise": 16, "triton": 31,
+        "tilelang": 28},
     ("fp8_gemm_nt", (4096, 4096, 7168)): {"cuda": 180, "cublaslt": 205, "cublaslt:tensorwise": 175, "deepgemm": 190},
     ("mul_add", (4096, 7168)): {"triton": 104, "tilelang": 97, "torch": 120, "cuda": 94},
-}
+}  # fmt: skip
 
 
 class MulAdd(Operation):

@@ -192,25 +192,9 @@ def norm() -> Made:
 
 CASES = [
     *(half_form(*each) for each in (("nt", "mk", "nk"), ("tn", "km", "kn"))),
-    half_batch,
-    masked_bf16,
-    contiguous_fp8,
-    by_k_bf16,
-    cast,
-    norm,
-    dense_fp8,
-    gradient_fp8,
-    dense_bf16,
-    epilogue,
-    gated,
-    masked_swiglu,
-    functional,
-    batch,
-    summed,
-    masked,
-    contiguous,
-    by_k,
-]
+    half_batch, masked_bf16, contiguous_fp8, by_k_bf16, cast, norm, dense_fp8, gradient_fp8, dense_bf16, epilogue,
+    gated, masked_swiglu, functional, batch, summed, masked, contiguous, by_k,
+]  # fmt: skip
 
 
 def spread(mesh: DeviceMesh, x: Tensor, own: str, letter: str, result: str) -> Any:

@@ -22,17 +22,14 @@ _VECTORS, _PLACE = EXPRESSIONS
 KERNELS: dict[str, KernelParams] = {
     "rows": case(FP8_ROWS, 128, 192, epilogue=_ALL),
     "scaled": case(FP8_SCALED, 64, 64, scaling="1d2d", store="direct", epilogue=_ALL),
-    "half": case(HALF_GEMM, 128, 128, epilogue=_ALL),
-    "swapped": case(FP8_SWAPPED, 32, epilogue=_ALL),
-    "half swapped": case(HALF_SWAPPED, 64, epilogue=_ALL),
-    "vectors": case(HALF_GEMM, 128, 128, epilogue=_VECTORS),
+    "half": case(HALF_GEMM, 128, 128, epilogue=_ALL), "swapped": case(FP8_SWAPPED, 32, epilogue=_ALL),
+    "half swapped": case(HALF_SWAPPED, 64, epilogue=_ALL), "vectors": case(HALF_GEMM, 128, 128, epilogue=_VECTORS),
     "vectors, FP8": case(FP8_SCALED, 128, 128, epilogue=_VECTORS),
     "vectors, swapped": case(HALF_SWAPPED, 64, epilogue=_VECTORS),
     "groups": case(HALF_GROUPED, 128, 128, grouping="psum", epilogue="bias:f32"),
     "groups, FP8": case(FP8_GROUPED, 64, 64, grouping="masked", epilogue="bias:f32"),
-    "place": case(FP8_ROWS, 128, 192, epilogue=_PLACE),
-    "place, swapped": case(FP8_SWAPPED, 32, epilogue=_PLACE),
-}
+    "place": case(FP8_ROWS, 128, 192, epilogue=_PLACE), "place, swapped": case(FP8_SWAPPED, 32, epilogue=_PLACE),
+}  # fmt: skip
 
 _UPRIGHT, _SWAPPED = ("rows", "scaled", "half"), ("swapped", "half swapped")
 _GROUPED = ("groups", "groups, FP8")

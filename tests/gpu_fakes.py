@@ -44,17 +44,10 @@ CPU = -1
 
 
 KERNELS = {
-    GemmSpec: "gemm",
-    TransposeSpec: "transpose",
-    TransposeBytesSpec: "transpose bytes",
-    CopySpec: "copy",
-    QuantizeSpec: "quantize",
-    RowsSpec: "rows",
-    KGroupMapsSpec: "maps",
-    LogitsSpec: "logits",
-    PagedLogitsSpec: "paged logits",
-    LogitsScheduleSpec: "schedule",
-}
+    GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
+    QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
+    PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
+}  # fmt: skip
 
 
 class Launched(NamedTuple):

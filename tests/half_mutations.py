@@ -10,15 +10,11 @@ from deep_gemm.kernels.families import HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
-    "late": case(HALF_GEMM, 128, 128),
-    "float": case(HALF_GEMM, 128, 128, output="f32", adds_c="threads"),
-    "mn major": case(HALF_GEMM, 128, 256, form="tn"),
-    "split": case(HALF_GEMM, 64, 64, (1, 1, 2)),
-    "direct": case(HALF_GEMM, 64, 64, store="direct"),
-    "transposed": case(HALF_SWAP_AB, 136, 128),
-    "swapped": case(HALF_SWAPPED, 32),
-    "swapped split": case(HALF_SWAPPED, 16, 2, 2, output="f32"),
-}
+    "late": case(HALF_GEMM, 128, 128), "float": case(HALF_GEMM, 128, 128, output="f32", adds_c="threads"),
+    "mn major": case(HALF_GEMM, 128, 256, form="tn"), "split": case(HALF_GEMM, 64, 64, (1, 1, 2)),
+    "direct": case(HALF_GEMM, 64, 64, store="direct"), "transposed": case(HALF_SWAP_AB, 136, 128),
+    "swapped": case(HALF_SWAPPED, 32), "swapped split": case(HALF_SWAPPED, 16, 2, 2, output="f32"),
+}  # fmt: skip
 """All layouts of operands, all ways to store D, split K."""
 
 _UPRIGHT = ("late", "float", "mn major", "split", "direct", "transposed")

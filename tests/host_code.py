@@ -27,21 +27,13 @@ static unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x,
 static float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 """
 _INSTRUCTIONS = {
-    "activation.cuh": (
-        ('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x))', "power = flushed(std::exp2(x))"),
-        (
-            'asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y))',
-            "found = x < y || x != x ? x : y",
-        ),
-        ('asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x))', "inverse = flushed(1.0f / x)"),
-    ),
+    "activation.cuh": (('asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x))', "power = flushed(std::exp2(x))"),
+        ('asm("min.NaN.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y))', "found = x < y || x != x ? x : y"),
+        ('asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x))', "inverse = flushed(1.0f / x)")),
     "sum_activations.cuh": (
-        (
-            'asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y))',
-            "larger = std::isnan(x) ? x : std::fmax(x, y)",
-        ),
-    ),
-}
+        ('asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y))',
+        "larger = std::isnan(x) ? x : std::fmax(x, y)"),),
+}  # fmt: skip
 
 
 def compiled(folder: Path, header: str, code: str) -> ctypes.CDLL:

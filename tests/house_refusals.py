@@ -183,22 +183,16 @@ def einsum(expr: str, *shapes: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
 
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{f"fp8_gemm_{form}": dense_fp8 for form in ("nt",)},
-    "bf16_gemm_nt": dense(torch.bfloat16),
+    **{f"fp8_gemm_{form}": dense_fp8 for form in ("nt",)}, "bf16_gemm_nt": dense(torch.bfloat16),
     "fp16_gemm_nt": dense(torch.float16),
     "cublaslt_gemm_nt": lambda: {k: v for k, v in dense(torch.bfloat16)().items() if k != "compiled_dims"},
     "m_grouped_fp8_gemm_nt_contiguous": contiguous(True, False),
     "m_grouped_fp8_gemm_nt_contiguous psum": contiguous(True, True),
     "m_grouped_bf16_gemm_nt_contiguous": contiguous(False, False),
     "m_grouped_bf16_gemm_nt_contiguous psum": contiguous(False, True),
-    "m_grouped_fp8_gemm_nt_masked": masked(True),
-    "m_grouped_bf16_gemm_nt_masked": masked(False),
-    "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True),
-    "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
-    "bf16_bmm": batch,
-    "fp8_gemm_nt_skip_head_mid": heads,
-    "fp8_bmm": scaled_batch,
-    "fp8_einsum": scaled_einsum,
+    "m_grouped_fp8_gemm_nt_masked": masked(True), "m_grouped_bf16_gemm_nt_masked": masked(False),
+    "k_grouped_fp8_gemm_nt_contiguous": k_grouped(True), "k_grouped_bf16_gemm_tn_contiguous": k_grouped(False),
+    "bf16_bmm": batch, "fp8_gemm_nt_skip_head_mid": heads, "fp8_bmm": scaled_batch, "fp8_einsum": scaled_einsum,
     "einsum": einsum("bhr,hdr->bhd", (M, G, K), (G, N, K), (M, G, N)),
     "einsum sum": einsum("bmk,bnk->mn", (G, M, K), (G, N, K), (M, N)),
     "quantize.rows": cast(use_ue8m0=False, epsilon=1e-4, out=None, gated=False),
@@ -209,4 +203,4 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "fused.add_gelu": of_rows("x", "y", "out", approximate="none"),
     "fused.mul_add": of_rows("x", "y", "z", "out"),
     "fused.silu_and_mul": of_rows("gate_up", "factors", "pair", interleaved=False, limit=1.0),
-}
+}  # fmt: skip

@@ -17,12 +17,9 @@ IN, OUT = 144, 272
 BOUNDS = {"y": 0.045, "dx": 0.045, "dw": 0.045, "db": 0.01}
 """The largest relative errors of FP8, by norm. A cast to E4M3 has an error of some 0.026, and each product has two."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "1x128": {},
-    "mixed": {"weight_gradient": "mixed"},
-    "kept casts": {"recast": "when changed"},
-    "fused": {"fuse_wgrad_accumulation": True},
-    "bfloat16": {"dtype": torch.bfloat16},
-}
+    "1x128": {}, "mixed": {"weight_gradient": "mixed"}, "kept casts": {"recast": "when changed"},
+    "fused": {"fuse_wgrad_accumulation": True}, "bfloat16": {"dtype": torch.bfloat16},
+}  # fmt: skip
 SHAPES = [(IN,), (0, IN), (1, IN), (16, IN), (37, IN), (2, 3, 65, IN)]
 Results = dict[str, Tensor]
 

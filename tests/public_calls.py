@@ -203,48 +203,27 @@ def of_rows(name: str, pair: bool, **shapes: tuple[int, ...]) -> PublicCall:
 
 
 CALLS: dict[str, PublicCall] = {
-    **{
-        f"{kind}_gemm_{form}": dense(getattr(deep_gemm, f"{kind}_gemm_{form}"), form, HALVES.get(kind, E4M3), scaled)
-        for kind, scaled in (*((kind, False) for kind in HALVES), ("fp8", True), ("fp8_fp4", True))
-        for form in ("nt", "nn", "tn", "tt")
-    },
-    **{
-        f"m_grouped_{kind}_gemm_{form}_contiguous": grouped(
-            getattr(deep_gemm, f"m_grouped_{kind}_gemm_{form}_contiguous"), kind != "bf16", form
-        )
-        for kind in ("fp8", "fp8_fp4", "bf16")
-        for form in ("nt", "nn")
-    },
-    **{
-        name: grouped(getattr(deep_gemm, name), "fp8" in name, masked=True)
-        for name in (
-            *("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "m_grouped_bf16_gemm_nt_masked"),
-            *("fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"),
-        )
-    },
-    **{
-        f"{'m_grouped_' if grouping else ''}{kind}_fp4_gemm_nt{grouping}{' of MXFP4' * (kind == 'fp8')}": packed(
-            kind, grouping
-        )
-        for kind in ("fp8", "bf16")
-        for grouping in ("", "_masked", "_contiguous")
-    },
-    "transform_fp4_weights": torch_does(
-        deep_gemm.transform_fp4_weights, packed=((N, K // 2), U8), scales=((N, K // 32), U8)
-    ),
-    "k_grouped_fp8_gemm_nt_contiguous": k_grouped("fp8"),
-    "k_grouped_fp8_gemm_nt_padded": k_grouped("padded"),
+    **{f"{kind}_gemm_{form}": dense(getattr(deep_gemm, f"{kind}_gemm_{form}"), form, HALVES.get(kind, E4M3),
+        scaled) for kind, scaled in (*((kind, False) for kind in HALVES), ("fp8", True),
+        ("fp8_fp4", True)) for form in ("nt", "nn", "tn", "tt")},
+    **{f"m_grouped_{kind}_gemm_{form}_contiguous": grouped(
+        getattr(deep_gemm, f"m_grouped_{kind}_gemm_{form}_contiguous"), kind != "bf16", form) for kind in ("fp8",
+        "fp8_fp4", "bf16") for form in ("nt", "nn")},
+    **{name: grouped(getattr(deep_gemm, name), "fp8" in name, masked=True) for name in (
+        *("m_grouped_fp8_gemm_nt_masked", "m_grouped_fp8_fp4_gemm_nt_masked", "m_grouped_bf16_gemm_nt_masked"),
+        *("fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"))},
+    **{f"{'m_grouped_' if grouping else ''}{kind}_fp4_gemm_nt{grouping}{' of MXFP4' * (kind == 'fp8')}": packed(kind,
+        grouping) for kind in ("fp8", "bf16") for grouping in ("", "_masked", "_contiguous")},
+    "transform_fp4_weights": torch_does(deep_gemm.transform_fp4_weights, packed=((N, K // 2), U8),
+        scales=((N, K // 32), U8)),
+    "k_grouped_fp8_gemm_nt_contiguous": k_grouped("fp8"), "k_grouped_fp8_gemm_nt_padded": k_grouped("padded"),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped("bf16"),
-    **{
-        name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype), d=((G, M, N), dtype))
-        for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))
-    },
+    **{name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype),
+        d=((G, M, N), dtype)) for name, dtype in (("bf16_bmm", BF16), ("fp16_bmm", FP16))},
     "fp8_gemm_nt_skip_head_mid": PublicCall(
-        made(
-            {"a": ((M, K), E4M3), "sfa": ((M, 2), F32), "b": ((N, K), E4M3), "sfb": ((1, 2), F32), "d": ((M, 48), BF16)}
-        ),
-        lambda x: deep_gemm.fp8_gemm_nt_skip_head_mid(paired(x, "a"), paired(x, "b"), x["d"], (8, 8, 8)),
-    ),
+        made({"a": ((M, K), E4M3), "sfa": ((M, 2), F32), "b": ((N, K), E4M3), "sfb": ((1, 2), F32),
+        "d": ((M, 48), BF16)}), lambda x: deep_gemm.fp8_gemm_nt_skip_head_mid(paired(x, "a"), paired(x, "b"), x["d"],
+        (8, 8, 8))),
     "fp8_bmm": scaled_batch(deep_gemm.fp8_bmm, G, M),
     "fp8_einsum": scaled_batch(functools.partial(deep_gemm.fp8_einsum, "bhr,hdr->bhd"), M, G),
     "einsum": batch("bhr,hdr->bhd", a=((M, G, K), BF16), b=((G, N, K), BF16), d=((M, G, N), BF16)),
@@ -254,9 +233,8 @@ CALLS: dict[str, PublicCall] = {
     "fp8_paged_mqa_logits": logits(deep_gemm.fp8_paged_mqa_logits, paged=True),
     "fp8_fp4_paged_mqa_logits": logits(deep_gemm.fp8_fp4_paged_mqa_logits, paged=True),
     "get_paged_mqa_logits_metadata": strict(deep_gemm.get_paged_mqa_logits_metadata, 64, 2, lens=((M,), I32)),
-    "tf32_hc_prenorm_gemm": strict(
-        deep_gemm.tf32_hc_prenorm_gemm, a=((M, K), BF16), b=((8, K), F32), d=((M, 8), F32), sqr_sum=((M,), F32)
-    ),
+    "tf32_hc_prenorm_gemm": strict(deep_gemm.tf32_hc_prenorm_gemm, a=((M, K), BF16), b=((8, K), F32), d=((M, 8), F32),
+        sqr_sum=((M,), F32)),
     "quantize.rows": cast(quantize.rows, "row", read=("rows", "factors")),
     "quantize.columns": cast(quantize.columns, "column", transposed=True),
     "quantize.rows_and_columns": cast(quantize.rows_and_columns, "row", "column"),
@@ -270,39 +248,31 @@ CALLS: dict[str, PublicCall] = {
     "quantize.mxfp4_rounded": torch_does(quantize.mxfp4_rounded, packed=((N, K // 2), U8), scales=((N, K // 32), U8)),
     "quantize.rows fresh": cast(quantize.rows, read=("rows",)),
     "quantize.rows_and_columns fresh": cast(quantize.rows_and_columns),
-    **{
-        f"fused.{name}{' to FP8' if pair else ''}": of_rows(name, pair, **shapes)
-        for name, shapes in ROWS.items()
-        for pair in (False, True)
-    },
-    **{
-        name: torch_does(getattr(deep_gemm, name), False, x=((M, K), F32))
-        for name in ("per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8")
-    },
+    **{f"fused.{name}{' to FP8' if pair else ''}": of_rows(name, pair, **shapes) for name,
+        shapes in ROWS.items() for pair in (False, True)},
+    **{name: torch_does(getattr(deep_gemm, name), False, x=((M, K), F32)) for name in ("per_token_cast_to_fp8",
+        "per_channel_cast_to_fp8", "per_block_cast_to_fp8")},
     "per_custom_dims_cast_to_fp8": torch_does(deep_gemm.per_custom_dims_cast_to_fp8, (0,), False, x=((M, K), F32)),
     "per_token_cast_to_fp4": torch_does(deep_gemm.per_token_cast_to_fp4, True, 32, x=((M, K), F32)),
-    "cast_back_from_fp4": torch_does(
-        deep_gemm.cast_back_from_fp4, 32, packed=((N, K // 2), U8), sf=((N, K // 32), F32)
-    ),
+    "cast_back_from_fp4": torch_does(deep_gemm.cast_back_from_fp4, 32, packed=((N, K // 2), U8),
+        sf=((N, K // 32), F32)),
     "transpose_packed_fp4": torch_does(deep_gemm.transpose_packed_fp4, a=((N, K // 2), U8)),
     "dequantise": torch_does(deep_gemm.dequantise, x=((M, K), E4M3), sf=((M, 2), F32)),
     "dequantise MXFP4": torch_does(deep_gemm.dequantise, x=((N, K // 2), U8), sf=((N, K // 32), U8)),
     "ceil_to_ue8m0": torch_does(deep_gemm.ceil_to_ue8m0, x=((M, K), F32)),
     "pack_ue8m0_to_int": torch_does(deep_gemm.pack_ue8m0_to_int, x=((M, K), F32)),
     "get_mn_major_tma_aligned_tensor": torch_does(deep_gemm.get_mn_major_tma_aligned_tensor, **SCALES),
-    "get_mn_major_tma_aligned_packed_ue8m0_tensor": torch_does(
-        deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor, **SCALES
-    ),
-    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor": torch_does(
-        lambda sf: deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [1024, 1024], 256),
-        sf=((8, 4), F32),
-    ),
+    "get_mn_major_tma_aligned_packed_ue8m0_tensor":
+        torch_does(deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor, **SCALES),
+    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor":
+        torch_does(lambda sf: deep_gemm.get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor(sf, None, [1024, 1024],
+        256), sf=((8, 4), F32)),
     "transform_sf_into_required_layout": torch_does(
-        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf), 512, (1, 128, 128), None, True), **SCALES
-    ),
-    "transform_sf_into_required_layout blocks": torch_does(
-        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf) * 128, 512, (128, 128)), **SCALES
-    ),
+        lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf), 512, (1, 128, 128), None, True),
+        **SCALES),
+    "transform_sf_into_required_layout blocks":
+        torch_does(lambda sf: deep_gemm.transform_sf_into_required_layout(sf, height(sf) * 128, 512, (128, 128)),
+        **SCALES),
     "declare_constant": torch_does(deep_gemm.declare_constant, x=((M, K), F32)),
     "retract_constant": torch_does(deep_gemm.retract_constant, x=((M, K), F32)),
     "tensor_map": strict(deep_gemm.tensor_map, (8, 8), x=((M, K), F32)),
@@ -312,14 +282,13 @@ CALLS: dict[str, PublicCall] = {
     "testing.assert_bitwise_equal": strict(testing.assert_bitwise_equal, x=((M, K), F32), y=((M, K), F32)),
     "testing.count_bytes": torch_does(testing.count_bytes, x=((M, K), F32)),
     "testing.guarded_copy": strict(testing.guarded_copy, values=((M, K), F32)),
-    "testing.Guarded": PublicCall(
-        lambda: dict(vars(testing.guarded((M, K), F32, "cpu"))), lambda x: testing.Guarded(**x).check()
-    ),
+    "testing.Guarded": PublicCall(lambda: dict(vars(testing.guarded((M, K), F32, "cpu"))),
+        lambda x: testing.Guarded(**x).check()),
     "testing.accumulation_bound": strict(testing.accumulation_bound, **FACTORS),
     "testing.assert_close_to_exact": exact(testing.assert_close_to_exact, PRODUCT),
     "testing.assert_half_close_to_exact": exact(testing.assert_half_close_to_exact, HALF_PRODUCT),
     "utils.unpack_ue8m0_from_int": torch_does(utils.math.unpack_ue8m0_from_int, packed=((M, K), I32)),
-}
+}  # fmt: skip
 
 OTHERS = frozenset(
     [

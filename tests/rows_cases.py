@@ -106,34 +106,22 @@ def _mul_add(x: Inputs) -> Tensor:
 
 CASES = {
     "add and gelu": Case("add_gelu", _TWO, lambda x: gelu(x["x"].double() + x["y"].double())),
-    "bias and gelu by tanh": Case(
-        "add_gelu",
-        {"x": "matrix", "y": "vector"},
-        lambda x: gelu_by_tanh(x["x"].double() + x["y"].double()),
-        {"approximate": "tanh"},
-    ),
+    "bias and gelu by tanh": Case("add_gelu", {"x": "matrix", "y": "vector"},
+        lambda x: gelu_by_tanh(x["x"].double() + x["y"].double()), {"approximate": "tanh"}),
     "mul and add": Case("mul_add", _TWO | {"z": "matrix"}, _mul_add),
     "mul and add of vectors": Case("mul_add", {"x": "matrix", "y": "vector", "z": "vector"}, _mul_add),
     "silu and mul": Case("silu_and_mul", {"x": "wide"}, silu_and_mul),
-    "silu and mul, all options": Case(
-        "silu_and_mul",
-        {"x": "wide", "factors": "factors"},
-        lambda x: silu_and_mul(x, True, 7.0),
-        {"interleaved": True, "limit": 7.0},
-    ),
-    "silu and mul, limit and factors": Case(
-        "silu_and_mul",
-        {"x": "wide", "factors": "factors"},
-        lambda x: silu_and_mul(x, limit=0.5),
-        {"limit": 0.5},
-    ),
+    "silu and mul, all options": Case("silu_and_mul", {"x": "wide", "factors": "factors"},
+        lambda x: silu_and_mul(x, True, 7.0), {"interleaved": True, "limit": 7.0}),
+    "silu and mul, limit and factors": Case("silu_and_mul", {"x": "wide", "factors": "factors"},
+        lambda x: silu_and_mul(x, limit=0.5), {"limit": 0.5}),
     "rms norm": Case("rms_norm", _NORM, rms_norm, _EPS),
     "rms norm of a sum": Case("rms_norm", _NORM | _SUM, rms_norm, _EPS),
     "layer norm": Case("layer_norm", _NORM | _BIAS, layer_norm, _EPS),
     "layer norm without bias": Case("layer_norm", _NORM, layer_norm, _EPS),
     "layer norm of a sum": Case("layer_norm", _NORM | _BIAS | _SUM, layer_norm, _EPS),
     "layer norm of a sum without bias": Case("layer_norm", _NORM | _SUM, layer_norm, _EPS),
-}
+}  # fmt: skip
 
 
 def bits(x: Tensor) -> Tensor:

@@ -6,16 +6,13 @@ from mutation import Mutation
 from rows_runs import RowsRun
 
 RUNS: dict[str, RowsRun] = {
-    "gelu": RowsRun("add and gelu", 37, 3000),
-    "odd": RowsRun("bias and gelu by tanh", 37, 101, "bf16", False),
+    "gelu": RowsRun("add and gelu", 37, 3000), "odd": RowsRun("bias and gelu by tanh", 37, 101, "bf16", False),
     "cast": RowsRun("mul and add of vectors", 300, 7168, "e4m3"),
     "silu": RowsRun("silu and mul, all options", 37, 1000, "e4m3"),
-    "norm": RowsRun("rms norm of a sum", 37, 2000),
-    "narrow": RowsRun("rms norm", 37, 104),
-    "wide": RowsRun("rms norm", 5, 40000),
-    "centred": RowsRun("layer norm of a sum", 37, 7000, "e4m3"),
+    "norm": RowsRun("rms norm of a sum", 37, 2000), "narrow": RowsRun("rms norm", 37, 104),
+    "wide": RowsRun("rms norm", 5, 40000), "centred": RowsRun("layer norm of a sum", 37, 7000, "e4m3"),
     "wide and centred": RowsRun("layer norm of a sum", 5, 40000),
-}
+}  # fmt: skip
 KERNELS = {name: run.params for name, run in RUNS.items()}
 
 _SILU = ("silu",)

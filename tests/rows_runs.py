@@ -85,20 +85,12 @@ class RowsRun:
 
 
 _RUNS = (
-    RowsRun("add and gelu", 37, 3000),
-    RowsRun("bias and gelu by tanh", 37, 101, "bf16", False),
-    RowsRun("mul and add", 37, 400, "f32"),
-    RowsRun("mul and add of vectors", 300, 7168, "e4m3"),
-    RowsRun("silu and mul", 37, 200, "e4m3"),
-    RowsRun("silu and mul, all options", 37, 1000, "e4m3"),
-    RowsRun("rms norm", 37, 104),
-    RowsRun("rms norm", 37, 1000, "e4m3"),
-    RowsRun("rms norm of a sum", 37, 2000, "e4m3"),
-    RowsRun("rms norm of a sum", 37, 7160),
-    RowsRun("rms norm", 5, 40000),
-    RowsRun("layer norm", 37, 3000, "e4m3"),
-    RowsRun("layer norm of a sum", 37, 6999, "e4m3", False),
-    RowsRun("layer norm of a sum", 5, 40000),
-)
+    RowsRun("add and gelu", 37, 3000), RowsRun("bias and gelu by tanh", 37, 101, "bf16", False),
+    RowsRun("mul and add", 37, 400, "f32"), RowsRun("mul and add of vectors", 300, 7168, "e4m3"),
+    RowsRun("silu and mul", 37, 200, "e4m3"), RowsRun("silu and mul, all options", 37, 1000, "e4m3"),
+    RowsRun("rms norm", 37, 104), RowsRun("rms norm", 37, 1000, "e4m3"), RowsRun("rms norm of a sum", 37, 2000, "e4m3"),
+    RowsRun("rms norm of a sum", 37, 7160), RowsRun("rms norm", 5, 40000), RowsRun("layer norm", 37, 3000, "e4m3"),
+    RowsRun("layer norm of a sum", 37, 6999, "e4m3", False), RowsRun("layer norm of a sum", 5, 40000),
+)  # fmt: skip
 RUNS: dict[KernelParams, RowsRun] = {run.params: run for run in _RUNS}
 """Each function; each tile of norms; rows that are read once and again; each way to write."""

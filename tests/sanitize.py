@@ -55,19 +55,14 @@ from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
 OTHERS: list[KernelParams] = [
-    *half_mutations.KERNELS.values(),
-    case(HALF_GEMM, 128, 256, (2, 1, 1), form="nn"),
+    *half_mutations.KERNELS.values(), case(HALF_GEMM, 128, 256, (2, 1, 1), form="nn"),
     case(HALF_GEMM, 256, 128, (1, 2, 1), form="tn", output="f32", adds_c="tma"),
-    case(HALF_SWAP_AB, 112, 128, (2, 2, 1)),
-    case(HALF_SWAP_AB, 96, 64, (1, 4, 1), form="nn"),
-    case(HALF_SWAP_AB, 152, 192, (2, 1, 1)),
-    case(HALF_SWAP_AB, 80, 64, (4, 1, 1)),
-    case(HALF_SWAP_AB, 144, 128, (1, 2, 1), form="nn"),
-    *scaled_mutations.KERNELS.values(),
-    case(FP8_SCALED, 128, 160, (2, 1)),
-    case(FP8_SCALED, 128, 128, (1, 2), scaling="1d2d"),
+    case(HALF_SWAP_AB, 112, 128, (2, 2, 1)), case(HALF_SWAP_AB, 96, 64, (1, 4, 1), form="nn"),
+    case(HALF_SWAP_AB, 152, 192, (2, 1, 1)), case(HALF_SWAP_AB, 80, 64, (4, 1, 1)),
+    case(HALF_SWAP_AB, 144, 128, (1, 2, 1), form="nn"), *scaled_mutations.KERNELS.values(),
+    case(FP8_SCALED, 128, 160, (2, 1)), case(FP8_SCALED, 128, 128, (1, 2), scaling="1d2d"),
     case(FP8_SCALED_SWAPPED, 24, 2, 2, store="direct"),
-]
+]  # fmt: skip
 """16-bit kernels, and FP8 kernels with any scaling, of every kind."""
 
 EPILOGUES = [params for params in epilogue_mutations.KERNELS.values() if params.grouping == "none"]

@@ -52,14 +52,8 @@ LAYER = "FP8Linear"
 
 ROWS = (("row", "none"),)
 OUTPUTS = (
-    *ROWS,
-    ("none", "column"),
-    ("row", "column"),
-    ("row", "tile"),
-    ("tile", "none"),
-    ("none", "tile"),
-    ("tile", "tile"),
-)
+    *ROWS, ("none", "column"), ("row", "column"), ("row", "tile"), ("tile", "none"), ("none", "tile"), ("tile", "tile"),
+)  # fmt: skip
 
 
 def size(rng: random.Random, low: int, high: int, step: int = 1) -> int:
@@ -72,32 +66,27 @@ def side(rng: random.Random, step: int) -> int:
 
 
 LEFT: dict[str, Callable[[str, GemmSpec], bool]] = {
-    "FP8 with scales of blocks to float32, or with c": lambda op, x: (
-        op == FP8 and (x.d.dtype == "f32" or x.accumulate != "none")
-    ),
-    "FP8 with scales of rows to float32 or float16, or with c": lambda op, x: (
-        op == ROWWISE and (x.d.dtype, x.accumulate) != ("bf16", "none")
-    ),
-    "FP8 with 1D1D to float16, to bfloat16 with c, or with c that is not d": lambda op, x: (
-        op == WGRAD and (x.d.dtype, x.accumulate) not in (("f32", "none"), ("f32", "in place"), ("bf16", "none"))
-    ),
-    "BF16 to float32 in other layouts than nt, or with c but tn with d": lambda op, x: (
-        op == BF16
-        and (x.d.dtype, x.accumulate) != ("bf16", "none")
-        and (x.d.dtype, x.accumulate, x.a.major, x.b.major)
-        not in (("f32", "none", "k", "k"), ("f32", "in place", "mn", "mn"))
-    ),
+    "FP8 with scales of blocks to float32, or with c": lambda op,
+    x: (op == FP8 and (x.d.dtype == "f32" or x.accumulate != "none")),
+    "FP8 with scales of rows to float32 or float16, or with c": lambda op,
+    x: (op == ROWWISE and (x.d.dtype, x.accumulate) != ("bf16", "none")),
+    "FP8 with 1D1D to float16, to bfloat16 with c, or with c that is not d": lambda op,
+    x: (op == WGRAD and (x.d.dtype, x.accumulate) not in (("f32", "none"), ("f32", "in place"), ("bf16", "none"))),
+    "BF16 to float32 in other layouts than nt, or with c but tn with d": lambda op,
+    x: (
+        op == BF16 and (x.d.dtype, x.accumulate) != ("bf16", "none") and (x.d.dtype, x.accumulate, x.a.major,
+        x.b.major) not in (("f32", "none", "k", "k"), ("f32", "in place", "mn", "mn"))),
     "FP16 to float32, or with c": lambda op, x: op == FP16 and (x.d.dtype, x.accumulate) != ("f16", "none"),
-    "groups along K: BF16 without c or with c that is not d, FP8 to bfloat16 with c": lambda op, x: (
-        (op == K_BF16 and x.accumulate != "in place")
-        or (op in (K_FP8, K_PADDED) and x.d.dtype == "bf16" and x.accumulate != "none")
-    ),
+    "groups along K: BF16 without c or with c that is not d, FP8 to bfloat16 with c": lambda op,
+    x: (
+        (op == K_BF16 and x.accumulate != "in place") or (
+        op in (K_FP8, K_PADDED) and x.d.dtype == "bf16" and x.accumulate != "none")),
     "batches to float32": lambda op, x: x.grouping == "batched" and x.d.dtype == "f32",
-    "the sum of a batch to float32 without c, to bfloat16 with c, or with c that is not d": lambda op, x: (
-        op == SUM_BF16 and (x.d.dtype, x.accumulate) not in (("f32", "in place"), ("bf16", "none"))
-    ),
-    "d whose rows are not aligned, but of a layer": lambda op, x: not x.d.aligned and not of_a_layer(op, x),
-}
+    "the sum of a batch to float32 without c, to bfloat16 with c, or with c that is not d": lambda op,
+    x: (op == SUM_BF16 and (x.d.dtype, x.accumulate) not in (("f32", "in place"), ("bf16", "none"))),
+    "d whose rows are not aligned, but of a layer": lambda op,
+    x: not x.d.aligned and not of_a_layer(op, x),
+}  # fmt: skip
 """Products that are left to the JIT. Documents name them."""
 
 LEFT_OTHERS = ("rows of FP16", "logits to bfloat16 of 32 or 64 elements")

@@ -74,15 +74,10 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
 
 
 LOOPS = [
-    HALF_GEMM.cases()[0],
-    case(HALF_GEMM, 128, 256),
-    case(HALF_GEMM, 256, 128, (1, 2, 1)),
-    case(HALF_BATCHED, 128, 256, (2, 1, 1)),
-    case(HALF_SWAPPED, 8),
-    case(HALF_SWAPPED, 64, 4),
-    case(HALF_SWAP_AB, 136, 256, (2, 1, 1)),
-    case(HALF_SWAP_AB, 176, 192),
-]
+    HALF_GEMM.cases()[0], case(HALF_GEMM, 128, 256), case(HALF_GEMM, 256, 128, (1, 2, 1)),
+    case(HALF_BATCHED, 128, 256, (2, 1, 1)), case(HALF_SWAPPED, 8), case(HALF_SWAPPED, 64, 4),
+    case(HALF_SWAP_AB, 136, 256, (2, 1, 1)), case(HALF_SWAP_AB, 176, 192),
+]  # fmt: skip
 
 
 @each([params for params in LOOPS if params in CASES])

@@ -30,16 +30,9 @@ from deep_gemm.runtime import engine
 pytestmark = pytest.mark.long
 
 MODULES: tuple[Any, ...] = (
-    mutations,
-    scaled_mutations,
-    grouped_mutations,
-    half_mutations,
-    logits_mutations,
-    batched_mutations,
-    rows_mutations,
-    epilogue_mutations,
-    gated_mutations,
-)
+    mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations, batched_mutations, rows_mutations,
+    epilogue_mutations, gated_mutations,
+)  # fmt: skip
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 
 

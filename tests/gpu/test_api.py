@@ -43,17 +43,11 @@ def restored_options() -> Iterator[None]:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"c": None},
-        {"recipe": (1, 128, 128)},
-        {"recipe_a": (1, 128), "recipe_b": (128, 128)},
-        {"compiled_dims": ""},
-        {"compiled_dims": "n"},
-        {"compiled_dims": "mnk"},
-        {"disable_ue8m0_cast": True},
+        {}, {"c": None}, {"recipe": (1, 128, 128)}, {"recipe_a": (1, 128), "recipe_b": (128, 128)},
+        {"compiled_dims": ""}, {"compiled_dims": "n"}, {"compiled_dims": "mnk"}, {"disable_ue8m0_cast": True},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_options(operands: tuple[Operand, Operand], expected: torch.Tensor, options: dict[str, Any]) -> None:
     assert torch.equal(call(*operands, **options), expected)
 

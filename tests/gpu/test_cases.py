@@ -30,21 +30,11 @@ ALL_SMS, FEW_SMS = SM90.num_sms, 8
 # M, N, K, SMs: tiles that cross the edge along M, N and K; several tiles per CTA; one block of K or less, two, and more
 # than stages.
 SHAPES = {
-    "half": [
-        (333, 592, 776, ALL_SMS),
-        (1544, 1096, 328, FEW_SMS),
-        (1544, 1096, 8, FEW_SMS),
-        (1544, 1096, 72, FEW_SMS),
-        (600, 1032, 2120, FEW_SMS),
-    ],
-    "fp8": [
-        (200, 520, 656, FEW_SMS),
-        (130, 264, 128, ALL_SMS),
-        (333, 592, 1552, ALL_SMS),
-        (300, 776, 4240, FEW_SMS),
-        (1, 8, 16, ALL_SMS),
-    ],
-}
+    "half": [(333, 592, 776, ALL_SMS), (1544, 1096, 328, FEW_SMS), (1544, 1096, 8, FEW_SMS), (1544, 1096, 72, FEW_SMS),
+        (600, 1032, 2120, FEW_SMS)],
+    "fp8": [(200, 520, 656, FEW_SMS), (130, 264, 128, ALL_SMS), (333, 592, 1552, ALL_SMS), (300, 776, 4240, FEW_SMS),
+        (1, 8, 16, ALL_SMS)],
+}  # fmt: skip
 ODD_SHAPES = {
     "half": [(333, 593, 776, ALL_SMS), (517, 777, 264, FEW_SMS), (1, 1, 128, ALL_SMS)],
     "fp8": [(100, 333, 400, ALL_SMS), (513, 777, 272, FEW_SMS), (1, 1, 128, ALL_SMS)],

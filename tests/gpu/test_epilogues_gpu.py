@@ -75,12 +75,9 @@ OPERATIONS: dict[str, tuple[Callable[..., None], str, Scalings]] = {
     "fp16": (deep_gemm.fp16_gemm_nt, "f16", ("none", "none")),
 }
 OUTPUTS = {
-    "fp8": (BF16, F32, torch.float16),
-    "rows": (BF16, F32),
-    "1d1d": (F32,),
-    "bf16": (BF16, F32),
+    "fp8": (BF16, F32, torch.float16), "rows": (BF16, F32), "1d1d": (F32,), "bf16": (BF16, F32),
     "fp16": (torch.float16,),
-}
+}  # fmt: skip
 
 
 def call(kind: str, tensors: dict[str, torch.Tensor], d: torch.Tensor, c: torch.Tensor | None, **options: Any) -> None:
@@ -282,18 +279,13 @@ def test_a_graph_reads_the_tensors_when_it_runs(kind: str) -> None:
 
 
 BY_ROWS: dict[str, dict[str, Any]] = {
-    "bias": {"activation": "gelu"},
-    **{name: {"activation": name} for name in ("silu", "relu2", "gelu_erf")},
-    "residual": {"activation": "silu", "residual": BF16},
-    "float32": {"residual": F32},
-    "factors": {"row_factor": True, "alpha": 0.3},
-    "c": {"activation": "silu", "c": True},
-    "own": {"own": True},
+    "bias": {"activation": "gelu"}, **{name: {"activation": name} for name in ("silu", "relu2", "gelu_erf")},
+    "residual": {"activation": "silu", "residual": BF16}, "float32": {"residual": F32},
+    "factors": {"row_factor": True, "alpha": 0.3}, "c": {"activation": "silu", "c": True}, "own": {"own": True},
     "FP8": {"activation": "silu", "d": "fp8"},
     "FP8, powers of two": {"row_factor": True, "use_ue8m0": True, "d": "fp8"},
-    "gate": {"activation": "swiglu", "row_factor": True},
-    "gate, FP8": {"activation": "swiglu", "d": "fp8"},
-}
+    "gate": {"activation": "swiglu", "row_factor": True}, "gate, FP8": {"activation": "swiglu", "d": "fp8"},
+}  # fmt: skip
 """What there is beside a bias."""
 EVERY_KIND = [(kind, name) for kind in KINDS for name in BY_ROWS]
 EVERY_KIND += [("fp16", name) for name in ("bias", "factors", "gate")]

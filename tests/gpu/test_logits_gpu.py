@@ -120,13 +120,10 @@ def pages(x: Decoding, width: int, page_keys: int, dtype: torch.dtype, slots: in
     ("next_n", "heads", "dim", "page_keys", "padding"),
     [
         *((next_n, 64, 128, 64, 0) for next_n in (1, 2, 3, 4, 5, 6)),
-        *((next_n, 32, 128, 64, 0) for next_n in (1, 2, 7, 9)),
-        (2, 64, 128, 32, 0),
-        (1, 32, 64, 32, 1024),
-        (2, 64, 64, 64, 64),
-        (2, 64, 32, 64, 0),
+        *((next_n, 32, 128, 64, 0) for next_n in (1, 2, 7, 9)), (2, 64, 128, 32, 0), (1, 32, 64, 32, 1024),
+        (2, 64, 64, 64, 64), (2, 64, 32, 64, 0),
     ],
-)
+)  # fmt: skip
 def test_pages(next_n: int, heads: int, dim: int, page_keys: int, padding: int, dtype: torch.dtype) -> None:
     # The longest requests have more pages for one CTA than entries of the block table that it loads at a time.
     for last in ([0, 1, 1999, 256, 0, 700, 65], [0, 0], [2000] * 40, list(range(1, 1500, 60)), [9000, 5000]):
@@ -179,19 +176,11 @@ def test_b_is_rounded_to_nearest_even() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "splits"),
     [
-        (4096, 24, 7168, None),
-        (137, 24, 28672, None),
-        (13, 24, 28672, 1),
-        (1000, 24, 16384, 4),
-        (300, 24, 7168, 16),
-        (65, 8, 1024, None),
-        (2000, 16, 2048, None),
-        (777, 32, 4096, 3),
-        (33, 24, 128, 16),
-        (8193, 24, 1024, None),
+        (4096, 24, 7168, None), (137, 24, 28672, None), (13, 24, 28672, 1), (1000, 24, 16384, 4), (300, 24, 7168, 16),
+        (65, 8, 1024, None), (2000, 16, 2048, None), (777, 32, 4096, 3), (33, 24, 128, 16), (8193, 24, 1024, None),
         (600, 24, 4096, None),
     ],
-)
+)  # fmt: skip
 def test_prenorm(m: int, n: int, k: int, splits: int | None) -> None:
     x = prenorm(m, n, k, splits)
     d = guarded(tuple(x["d"].shape), torch.float32, device=DEVICE)

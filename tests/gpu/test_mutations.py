@@ -127,15 +127,9 @@ def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> 
 
 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
-    mutations: plain,
-    scaled_mutations: scaled,
-    half_mutations: half,
-    grouped_mutations: grouped,
-    batched_mutations: batched,
-    gated_mutations: gated,
-    rows_mutations: rows,
-    epilogue_mutations: finished,
-}
+    mutations: plain, scaled_mutations: scaled, half_mutations: half, grouped_mutations: grouped,
+    batched_mutations: batched, gated_mutations: gated, rows_mutations: rows, epilogue_mutations: finished,
+}  # fmt: skip
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 
 SOUND = [(module, kernel) for module in ORACLES for kernel in module.KERNELS]

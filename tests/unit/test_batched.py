@@ -99,13 +99,9 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("b", lambda x: x[:1].expand(H, D, R), InvalidInputError, "matrices of b must lie .* but they are 0 bytes apart"),
     ("b", lambda x: torch.zeros(H, D, R + 1, dtype=BF16)[..., :R], InvalidInputError, "multiples of 16 bytes"),
     ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
-    (
-        "d",
-        lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0),
-        InvalidInputError,
-        "d must have contiguous rows",
-    ),
-]
+    ("d", lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0), InvalidInputError,
+        "d must have contiguous rows"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), REFUSED)

@@ -73,22 +73,14 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("expr", lambda x: FORMS[3], UnsupportedError, "expr of FP8 must be"),
     ("c", lambda x: torch.zeros(B, H, D, dtype=BF16), InvalidInputError, "c must be None for bhr,hdr->bhd"),
     ("epilogue", lambda x: "relu", UnsupportedError, "epilogue must be None"),
-    (
-        "recipe",
-        lambda x: (1, 1, 128),
-        UnsupportedError,
-        r"recipe \(1, 1, 128\) is not supported by batches of products",
-    ),
+    ("recipe", lambda x: (1, 1, 128), UnsupportedError,
+        r"recipe \(1, 1, 128\) is not supported by batches of products"),
     ("recipe", lambda x: (1, 2), InvalidInputError, "recipe must be 3 positive integers"),
     ("a", lambda x: x[0], InvalidInputError, "a must be a pair"),
     ("a", part(0, lambda x: x[0]), InvalidInputError, "a must have 3 dimensions"),
     ("a", part(0, lambda x: x.float()), InvalidInputError, "a must be torch.float8_e4m3fn"),
-    (
-        "a",
-        part(1, lambda x: x[1:]),
-        InvalidInputError,
-        r"the scales of a must have the shape \(24, 3, 3\), one per row",
-    ),
+    ("a", part(1, lambda x: x[1:]), InvalidInputError,
+        r"the scales of a must have the shape \(24, 3, 3\), one per row"),
     ("a", part(1, lambda x: x.double()), InvalidInputError, "the scales of a must be torch.float32"),
     ("b", part(1, lambda x: x[:, :1]), InvalidInputError, r"the scales of b must have the shape \(3, 2, 3\)"),
     ("b", part(1, lambda x: x.int()), UnsupportedError, "the scales of b are torch.int32"),
@@ -97,7 +89,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("d", lambda x: x[1:], InvalidInputError, "d must have the shape .* b is 23 in it and 24 before"),
     ("d", lambda x: x.float(), InvalidInputError, "d of fp8_einsum bhr,hdr->bhd must be torch.bfloat16, but"),
     ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), REFUSED)

@@ -224,14 +224,10 @@ def link(path: Path) -> None:
 
 SPOILT: dict[str, Callable[[Path], object]] = {
     "nonsense": lambda path: path.write_bytes(b"\xff" * 5000),
-    "no number": lambda path: path.write_text("many\n..."),
-    "negative": lambda path: path.write_text("-9\n"),
-    "no newline": lambda path: path.write_text("900000"),
-    "empty": lambda path: path.write_text(""),
-    "directory": directory,
-    "link": link,
-    "fifo": os.mkfifo,
-}
+    "no number": lambda path: path.write_text("many\n..."), "negative": lambda path: path.write_text("-9\n"),
+    "no newline": lambda path: path.write_text("900000"), "empty": lambda path: path.write_text(""),
+    "directory": directory, "link": link, "fifo": os.mkfifo,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT.keys())

@@ -265,14 +265,11 @@ def test_a_peers_description_that_is_no_text_is_refused(peer: Binary) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"source_key": "0" * 40},
-        {"cuda": "11.0"},
-        {"compiler": "another"},
-        {"seconds": {"compile": float("inf")}},
+        {"source_key": "0" * 40}, {"cuda": "11.0"}, {"compiler": "another"}, {"seconds": {"compile": float("inf")}},
         {"resources": Resources(-1, 0, 0, 0, 0, 0)},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_a_worker_sends_must_fit_in_every_field(tmp_path: Path, peer: Binary, wrong: dict[str, Any]) -> None:
     ours = builder(tmp_path / "ours")
     with pytest.raises(InvalidInputError, match=next(iter(wrong)) + "|registers"):

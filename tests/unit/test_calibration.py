@@ -85,18 +85,13 @@ def test_every_fitted_constant_has_bounds_and_lies_in_them() -> None:
 @pytest.mark.parametrize(
     ("device", "num_sms", "hbm", "sheet"),
     [
-        ("NVIDIA H100 80GB HBM3", 132, 0, "H100 SXM"),
-        ("NVIDIA H100 PCIe", 114, 0, "H100 PCIe"),
-        ("NVIDIA H200", 132, 0, "H200"),
-        ("NVIDIA H20", 78, 0, "H20"),
-        ("NVIDIA H20-3e", 78, 4800, "H20"),
-        ("NVIDIA GH200 480GB", 132, 0, "GH200"),
-        ("NVIDIA GH200 144G HBM3e", 132, 4900, "GH200"),
-        ("a card that nobody knows", 120, 2100, "H100 PCIe"),
-        ("a card that nobody knows", 132, 4700, "H200"),
+        ("NVIDIA H100 80GB HBM3", 132, 0, "H100 SXM"), ("NVIDIA H100 PCIe", 114, 0, "H100 PCIe"),
+        ("NVIDIA H200", 132, 0, "H200"), ("NVIDIA H20", 78, 0, "H20"), ("NVIDIA H20-3e", 78, 4800, "H20"),
+        ("NVIDIA GH200 480GB", 132, 0, "GH200"), ("NVIDIA GH200 144G HBM3e", 132, 4900, "GH200"),
+        ("a card that nobody knows", 120, 2100, "H100 PCIe"), ("a card that nobody knows", 132, 4700, "H200"),
         ("a card that nobody knows", 60, 0, "H20"),
     ],
-)
+)  # fmt: skip
 def test_a_card_has_the_sheet_of_its_model_or_else_of_the_nearest(
     device: str, num_sms: int, hbm: float, sheet: str
 ) -> None:

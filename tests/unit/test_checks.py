@@ -33,26 +33,14 @@ def test_whether_tma_can_write(columns: int, stride: int, offset: int, ready: bo
 @pytest.mark.parametrize(
     ("shape", "strides", "offset", "ready"),
     [
-        ((20, 3), (1, 20), 0, True),
-        ((20, 3), (1, 24), 0, True),
-        ((18, 3), (1, 20), 0, True),
-        ((20, 3), (1, 22), 0, False),
-        ((20, 3), (1, 20), 8, False),
-        ((20, 3), (1, 20), 16, True),
-        ((20, 3), (3, 1), 0, False),
-        ((20, 3), (2, 40), 0, False),
-        ((20, 3), (1, 16), 0, False),
-        ((20, 3), (1, 0), 0, False),
-        ((20, 3), (0, 0), 0, False),
-        ((20, 1), (1, 1), 0, True),
-        ((20, 1), (3, 1), 0, False),
-        ((1, 3), (3, 1), 0, False),
-        ((1, 3), (77, 4), 0, True),
-        ((1, 1), (9, 9), 0, True),
-        ((0, 3), (3, 1), 0, True),
-        ((20, 0), (1, 1), 0, True),
+        ((20, 3), (1, 20), 0, True), ((20, 3), (1, 24), 0, True), ((18, 3), (1, 20), 0, True),
+        ((20, 3), (1, 22), 0, False), ((20, 3), (1, 20), 8, False), ((20, 3), (1, 20), 16, True),
+        ((20, 3), (3, 1), 0, False), ((20, 3), (2, 40), 0, False), ((20, 3), (1, 16), 0, False),
+        ((20, 3), (1, 0), 0, False), ((20, 3), (0, 0), 0, False), ((20, 1), (1, 1), 0, True),
+        ((20, 1), (3, 1), 0, False), ((1, 3), (3, 1), 0, False), ((1, 3), (77, 4), 0, True), ((1, 1), (9, 9), 0, True),
+        ((0, 3), (3, 1), 0, True), ((20, 0), (1, 1), 0, True),
     ],
-)
+)  # fmt: skip
 def test_whether_tma_can_read(shape: tuple[int, int], strides: tuple[int, int], offset: int, ready: bool) -> None:
     sf = guarded(shape, torch.float32, "cpu", strides, offset).tensor
     assert (layouts.scales_stride(sf) is not None) is ready

@@ -98,45 +98,27 @@ def test_options_of_precompile(tmp_path: Path, arguments: tuple[str, str]) -> No
 
 
 FILES = {
-    "deep.json": "[" * 100_000,
-    "deep.yaml": "[" * 3_000,
-    "long.json": f"[{{'n': {LONG}, 'k': 128}}]".replace("'", '"'),
-    "long.yaml": f"- {{n: {LONG}, k: 128}}",
-    "nan.json": '[{"n": NaN, "k": 128}]',
-    "infinite.json": '[{"n": 1e400, "k": 128}]',
-    "date.yaml": "m: 2001-99-99",
-    "moment.yaml": "m: !!timestamp x",
-    "int.yaml": "- {n: !!int abc, k: 128}",
-    "bool.yaml": "- {n: !!bool abc, k: 128}",
-    "float.yaml": "- {n: !!float abc, k: 128}",
-    "binary.yaml": "- {n: !!binary '%', k: 128}",
+    "deep.json": "[" * 100_000, "deep.yaml": "[" * 3_000, "long.json": f"[{{'n': {LONG}, 'k': 128}}]".replace("'", '"'),
+    "long.yaml": f"- {{n: {LONG}, k: 128}}", "nan.json": '[{"n": NaN, "k": 128}]',
+    "infinite.json": '[{"n": 1e400, "k": 128}]', "date.yaml": "m: 2001-99-99", "moment.yaml": "m: !!timestamp x",
+    "int.yaml": "- {n: !!int abc, k: 128}", "bool.yaml": "- {n: !!bool abc, k: 128}",
+    "float.yaml": "- {n: !!float abc, k: 128}", "binary.yaml": "- {n: !!binary '%', k: 128}",
     "object.yaml": "- !!python/object/apply:os.system ['touch pwned']",
-    "bomb.yaml": BOMB + "shapes: *i\n",
-    "bomb-entry.yaml": BOMB + "shapes: [{n: *i, k: 128}]\n",
+    "bomb.yaml": BOMB + "shapes: *i\n", "bomb-entry.yaml": BOMB + "shapes: [{n: *i, k: 128}]\n",
     "bomb-m.yaml": BOMB + "m: *i\nshapes: [{n: 128, k: 128}]\n",
-    "self.yaml": "&a [*a]",
-    "key.yaml": "? {a: b}\n: c",
-    "two.yaml": "--- 1\n--- 2\n",
-    "null.json": "null",
-    "text.json": '"7168x2048"',
-    "empty.json": "",
-    "empty.yaml": "",
+    "self.yaml": "&a [*a]", "key.yaml": "? {a: b}\n: c", "two.yaml": "--- 1\n--- 2\n", "null.json": "null",
+    "text.json": '"7168x2048"', "empty.json": "", "empty.yaml": "",
     "m.json": '{"m": "1-100000000000", "shapes": [{"n": 128, "k": 128}]}',
-    "groups.json": '[{"n": 128, "k": 128, "groups": 8}]',
-    "groups-text.json": '[{"n": 128, "k": 128, "groups": "8"}]',
-    "name.json": '[{"n": 128, "k": 128, "name": ["x"]}]',
-    "shapes.json": '{"shapes": 7}',
-    "text-config.json": '{"text_config": 7}',
-    "architectures.json": '{"architectures": ["A"]}',
+    "groups.json": '[{"n": 128, "k": 128, "groups": 8}]', "groups-text.json": '[{"n": 128, "k": 128, "groups": "8"}]',
+    "name.json": '[{"n": 128, "k": 128, "name": ["x"]}]', "shapes.json": '{"shapes": 7}',
+    "text-config.json": '{"text_config": 7}', "architectures.json": '{"architectures": ["A"]}',
     "layer-types.json": json.dumps(CONFIG | {"layer_types": [["full_attention"]] * 9}),
     "heads.json": json.dumps(CONFIG | {"num_attention_heads": 10**4000}),
     "ignore.json": json.dumps(CONFIG | {"quantization_config": {"quant_method": "fp8", "ignore": [7]}}),
     "groups-config.json": json.dumps(
-        CONFIG | {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 7}}}
-    ),
-    "x.safetensors": "not one",
-    "x.safetensors.index.json": '{"weight_map": []}',
-}
+        CONFIG | {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": {"a": 7}}}),
+    "x.safetensors": "not one", "x.safetensors.index.json": '{"weight_map": []}',
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -157,19 +139,14 @@ def test_a_file_that_cannot_be_read_as_text(tmp_path: Path, monkeypatch: pytest.
 
 
 ROWS = {
-    "no json": "hello\n",
-    "a list": "[1]\n",
-    "no mode": '{"m": 1}\n',
-    "no sizes": '{"mode": "flush"}\n',
+    "no json": "hello\n", "a list": "[1]\n", "no mode": '{"m": 1}\n', "no sizes": '{"mode": "flush"}\n',
     "negative": '{"mode": "flush", "m": -1, "n": 1, "k": 1}\n',
     "text": '{"mode": "flush", "m": 1, "n": 1, "k": 1, "ratio_tensorwise": "x"}\n',
     "zero": '{"mode": "flush", "m": 1, "n": 1, "k": 1, "ratio_tensorwise": 0, "times": {"a": 0}, "selected": "a"}\n',
     "huge": '{"mode": "flush", "m": 1, "n": 1, "k": 1, "ratio_tensorwise": 1e400, "times": {"a": 1e400}}\n',
     "nan": '{"mode": "flush", "m": 1, "n": 1, "k": 1, "ratio_tensorwise": NaN}\n',
-    "digits": '{"mode": "flush", "m": ' + LONG + "}\n",
-    "deep": "[" * 100_000,
-    "no text": "\xff",
-}
+    "digits": '{"mode": "flush", "m": ' + LONG + "}\n", "deep": "[" * 100_000, "no text": "\xff",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", ROWS.values(), ids=ROWS.keys())
@@ -292,26 +269,13 @@ NASTY = TEXT | st.sampled_from([*WORDS, "", LONG, "a\udcff"])
 OPTIONS = {
     ("precompile",): ["--shape", "--file", "--tp", "--ep", "--arch", "--num-sms", "--shard", "--jobs"],
     ("inspect",): ["--arch", "--epilogue", "--num-sms", "--top", ""],
-    ("bench",): [
-        "--mode",
-        "--set",
-        "--shape",
-        "--m",
-        "--random",
-        "--seed",
-        "--seconds",
-        "--output",
-        "--from",
-    ],
-    ("cache", "info"): ["--json", ""],
-    ("cache", "verify"): ["", "--delete"],
-    ("cache", "pack"): ["--from", "--arch", "--name", ""],
-    ("cache", "merge"): [""],
-    ("cache", "prune"): ["--max-bytes", "--older-than", ""],
-    ("calibrate", "check"): [""],
+    ("bench",): ["--mode", "--set", "--shape", "--m", "--random", "--seed", "--seconds", "--output", "--from"],
+    ("cache", "info"): ["--json", ""], ("cache", "verify"): ["", "--delete"],
+    ("cache", "pack"): ["--from", "--arch", "--name", ""], ("cache", "merge"): [""],
+    ("cache", "prune"): ["--max-bytes", "--older-than", ""], ("calibrate", "check"): [""],
     ("calibrate", "survey"): ["--random", "--seed", "--min-m", "--max-m", "--mode", "--within", "--seconds"],
     ("calibrate", "fit"): ["--least", ""],
-}
+}  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -339,26 +303,12 @@ JSON = st.recursive(
 )
 KEYS = [
     *("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"),
-    *(
-        "num_experts",
-        "kv_lora_rank",
-        "qk_rope_head_dim",
-        "qk_nope_head_dim",
-        "v_head_dim",
-        "layer_types",
-        "text_config",
-    ),
+    *("num_experts", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "layer_types",
+        "text_config"),
     *("quantization_config", "linear_num_value_heads", "linear_num_key_heads", "mlp_only_layers"),
-    *(
-        "vision_config",
-        "first_k_dense_replace",
-        "num_hidden_layers",
-        "attn_output_gate",
-        "moe_layer_freq",
-        "shapes",
-        "m",
-    ),
-]
+    *("vision_config", "first_k_dense_replace", "num_hidden_layers", "attn_output_gate", "moe_layer_freq", "shapes",
+        "m"),
+]  # fmt: skip
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

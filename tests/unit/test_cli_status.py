@@ -89,35 +89,24 @@ def test_a_directory_that_does_not_exist_is_not_made(command: str, tmp_path: Pat
 
 GROUPED = "m_grouped_fp8_gemm_nt_contiguous"
 REFUSED = {
-    "dance": "No such command",
-    "precompile": "",
-    "precompile --shape 7x": "MxNxK",
+    "dance": "No such command", "precompile": "", "precompile --shape 7x": "MxNxK",
     "precompile --shape 0x2048": "N of the shape '0x2048' must be a whole number from 1",
     "precompile --shape 8x128x128 --arch sm_12": "",
     "precompile --shape 8x128x128 --op gemm": "op must be one of fp8_gemm_nt, ",
     "precompile --shape 8x128x128 --shard 8/8": "counted from 0",
-    "precompile --shape 8x128x128 --card V100": "",
-    "precompile --shape 8x128 --m 0": "",
-    "precompile --tp 0": "",
+    "precompile --shape 8x128x128 --card V100": "", "precompile --shape 8x128 --m 0": "", "precompile --tp 0": "",
     "precompile --model deepseek-ai/DeepSeek-V3": "give a model's local directory, in which its config.json is enough",
-    "inspect 576x7168": "",
-    "inspect 7": "",
-    "inspect 8x512x7000": "K = 7008",
+    "inspect 576x7168": "", "inspect 7": "", "inspect 8x512x7000": "K = 7008",
     "inspect 8x512x512 --op gemm": "op must be one of fp8_gemm_nt, ",
     "inspect 64x512x256 --groups 8": f"--groups is for {GROUPED}, ",
     f"inspect 64x512x256 --op {GROUPED} --groups 8 --expected-m 4": "--expected-m is for masked operations, not ",
-    "bench --from /none": "",
-    "compare fp8_gemm_nt --backends ,": "",
-    "compare ,": "",
-    "compare gemm": "op must be one of",
-    "compare fp8_gemm_nt --backends nobody": "backend must be one of",
+    "bench --from /none": "", "compare fp8_gemm_nt --backends ,": "", "compare ,": "",
+    "compare gemm": "op must be one of", "compare fp8_gemm_nt --backends nobody": "backend must be one of",
     "compare fp8_gemm_nt --shape 4xfour": "'4xfour' is no shape: 4096x7168x2048 is.",
     "compare fp8_gemm_nt,bf16_gemm_nt --shape 4x4x4x4": "has 4 sizes, so 4x4x4x4 is no shape of theirs.",
     "tune --model deepseek-ai/DeepSeek-V3": "give a model's local directory, in which its config.json is enough",
-    "tune --shape x": "",
-    "tune": "nothing to tune",
-    "cache prune": "",
-}
+    "tune --shape x": "", "tune": "nothing to tune", "cache prune": "",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("command", REFUSED)

@@ -131,14 +131,8 @@ def test_a_batch_of_no_tokens_is_no_error() -> None:
 
 
 PARTS = (
-    "gemm_",
-    "bf16_gemm",
-    "bmn_bnk_mn_gemm_impl",
-    "mqa_logits",
-    "paged_mqa_logits",
-    "tf32_hc_prenorm_gemm",
-    "transpose",
-)
+    "gemm_", "bf16_gemm", "bmn_bnk_mn_gemm_impl", "mqa_logits", "paged_mqa_logits", "tf32_hc_prenorm_gemm", "transpose",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -17,21 +17,18 @@ from deep_gemm.unsupported import REASONS
 
 COPY = "vllm/third_party/deep_gemm"
 FILES = {
-    "vllm/__init__.py": "",
-    "vllm/third_party/__init__.py": "",
+    "vllm/__init__.py": "", "vllm/third_party/__init__.py": "",
     f"{COPY}/__init__.py": "def fp8_gemm_nt(a, b, d): return 'theirs'\n",
     f"{COPY}/utils.py": "def per_block_cast_to_fp8(x): return 'theirs'\n",
     "vllm/by_module.py": "import vllm.third_party.deep_gemm as dg\n",
     "vllm/by_name.py": "from vllm.third_party.deep_gemm import fp8_gemm_nt as _impl\n",
     "vllm/own_utils.py": "from vllm.third_party.deep_gemm.utils import per_block_cast_to_fp8\n",
-    "transformers/__init__.py": "",
-    "transformers/integrations/__init__.py": "",
+    "transformers/__init__.py": "", "transformers/integrations/__init__.py": "",
     "transformers/integrations/hub_kernels.py": "_KERNEL_MODULE_MAPPING = {}\n",
     "transformers/integrations/deepgemm.py": "_DEEPGEMM = None\n",
-    "old/transformers/__init__.py": "",
-    "old/transformers/integrations/__init__.py": "",
+    "old/transformers/__init__.py": "", "old/transformers/integrations/__init__.py": "",
     "old/transformers/integrations/hub_kernels.py": "",
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -47,14 +47,11 @@ def test_a_wrong_declaration_is_refused_at_once(parameters: Any, says: str) -> N
     [
         ({"source": "x"}, "scale_add must have one of body, source and template, but 2 are given"),
         ({"body": None}, "but 0 are given"),
-        (
-            {"body": None, "template": "/nowhere/k.cu.jinja"},
-            "template of scale_add: there is no file /nowhere/k",
-        ),
+        ({"body": None, "template": "/nowhere/k.cu.jinja"}, "template of scale_add: there is no file /nowhere/k"),
         ({"strided": ("z",)}, "strided of scale_add: z is no tensor of it"),
         ({"name": "scale-add"}, "name of a kernel must be a name that C\\+\\+ can have, but it is 'scale-add"),
     ],
-)
+)  # fmt: skip
 def test_wrong_options_are_refused_at_once(options: Any, says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         made(**options)

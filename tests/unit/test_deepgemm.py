@@ -86,14 +86,11 @@ def test_a_result_that_is_not_ours_or_not_written_at_all_is_refused(monkeypatch:
 @pytest.mark.parametrize(
     ("options", "op"),
     [
-        ((), {}),
-        (("--op", "bf16_gemm_nt"), {"op": "bf16_gemm_nt"}),
-        (
-            ("--op", "fp16_gemm_tn", "--output-dtype", "f32", "--accumulate"),
-            {"op": "fp16_gemm_tn", "output": "f32", "accumulate": True},
-        ),
+        ((), {}), (("--op", "bf16_gemm_nt"), {"op": "bf16_gemm_nt"}),
+        (("--op", "fp16_gemm_tn", "--output-dtype", "f32", "--accumulate"),
+            {"op": "fp16_gemm_tn", "output": "f32", "accumulate": True}),
     ],
-)
+)  # fmt: skip
 def test_it_is_timed_beside_the_others(
     options: tuple[str, ...], op: dict[str, str | bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,29 +32,13 @@ GLM_5 = DEEPSEEK_V32 | {
     "index_n_heads": 32,
 }
 V4_FLASH = {
-    "model_type": "deepseek_v4",
-    "hidden_size": 4096,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 43,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 1,
-    "head_dim": 512,
-    "q_lora_rank": 1024,
-    "qk_rope_head_dim": 64,
-    "o_groups": 8,
-    "o_lora_rank": 1024,
-    "hc_mult": 4,
-    "index_n_heads": 64,
-    "index_head_dim": 128,
-    "num_nextn_predict_layers": 1,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
-    "torch_dtype": "bfloat16",
-    "expert_dtype": "fp4",
+    "model_type": "deepseek_v4", "hidden_size": 4096, "moe_intermediate_size": 2048, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 6, "num_hidden_layers": 43, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "q_lora_rank": 1024, "qk_rope_head_dim": 64, "o_groups": 8,
+    "o_lora_rank": 1024, "hc_mult": 4, "index_n_heads": 64, "index_head_dim": 128, "num_nextn_predict_layers": 1,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "torch_dtype": "bfloat16", "expert_dtype": "fp4",
     "quantization_config": BLOCKS | {"scale_fmt": "ue8m0"},
-}
+}  # fmt: skip
 V4_PRO = V4_FLASH | {
     "hidden_size": 7168,
     "moe_intermediate_size": 3072,
@@ -67,27 +51,15 @@ V4_PRO = V4_FLASH | {
 }
 FIELDS = ("q_lora_rank", "head_dim", "o_groups", "o_lora_rank", "hc_mult", "moe_intermediate_size", "num_hidden_layers")
 V4_FLASH_TP_8 = {
-    "fused_wqa_wkv": (1024 + 512, 4096),
-    "wq_b": (64 * 512 // 8, 1024),
-    "wo_a": (1024, 64 * 512 // 8),
-    "wo_b": (4096, 8 * 1024 // 8),
-    "indexer.wq_b": (64 * 128, 1024),
-    "shared_expert.w13": (2 * 2048 // 8, 4096),
-    "shared_expert.w2": (4096, 2048 // 8),
-    "mtp.e_proj": (4096, 4096),
-    "mtp.h_proj": (4096, 4096),
-}
+    "fused_wqa_wkv": (1024 + 512, 4096), "wq_b": (64 * 512 // 8, 1024), "wo_a": (1024, 64 * 512 // 8),
+    "wo_b": (4096, 8 * 1024 // 8), "indexer.wq_b": (64 * 128, 1024), "shared_expert.w13": (2 * 2048 // 8, 4096),
+    "shared_expert.w2": (4096, 2048 // 8), "mtp.e_proj": (4096, 4096), "mtp.h_proj": (4096, 4096),
+}  # fmt: skip
 V4_PRO_TP_1 = {
-    "fused_wqa_wkv": (1536 + 512, 7168),
-    "wq_b": (128 * 512, 1536),
-    "wo_a": (16, 1024, 128 * 512 // 16),
-    "wo_b": (7168, 16 * 1024),
-    "indexer.wq_b": (64 * 128, 1536),
-    "shared_expert.w13": (2 * 3072, 7168),
-    "shared_expert.w2": (7168, 3072),
-    "mtp.e_proj": (7168, 7168),
-    "mtp.h_proj": (7168, 7168),
-}
+    "fused_wqa_wkv": (1536 + 512, 7168), "wq_b": (128 * 512, 1536), "wo_a": (16, 1024, 128 * 512 // 16),
+    "wo_b": (7168, 16 * 1024), "indexer.wq_b": (64 * 128, 1536), "shared_expert.w13": (2 * 3072, 7168),
+    "shared_expert.w2": (7168, 3072), "mtp.e_proj": (7168, 7168), "mtp.h_proj": (7168, 7168),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

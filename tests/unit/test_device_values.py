@@ -78,67 +78,44 @@ def copies(*labels: tuple[int, int]) -> Value:
 
 
 WRONG: dict[str, tuple[Kind, str, Value, str]] = {
-    "a label of no group": (
-        *(INDEX, "grouped_layout", at(7, is_=3)),
-        "has the group 3 in row 7, but b has 3 groups. Labels are from 0 to 2, or -1",
-    ),
+    "a label of no group": (*(INDEX, "grouped_layout", at(7, is_=3)),
+        "has the group 3 in row 7, but b has 3 groups. Labels are from 0 to 2, or -1"),
     "a negative label": (INDEX, "grouped_layout", at(7, is_=-2), "has the group -2 in row 7, but b has 3 groups"),
-    "groups of 128, 130 and 126 rows without padding": (
-        *(INDEX, "grouped_layout", copies((0, 128), (1, 130), (2, 126))),
-        r"has the groups 1 and 2 in rows 256 to 383. Begin each group at a multiple of 128 rows",
-    ),
-    "a group that comes again": (
-        *(INDEX, "grouped_layout", copies((0, 128), (1, 128), (0, 128))),
-        "has the group 0 again from row 256 on, after rows of other groups. Rows of a group must follow each other",
-    ),
-    "padding in too many places": (
-        *(LONG, "grouped_layout", copies(*[(0, 64), (-1, 64)] * 70)),
-        "has 70 runs of labels between 64 rows or more of padding, but 32 are the most with 3 groups",
-    ),
+    "groups of 128, 130 and 126 rows without padding":
+        (*(INDEX, "grouped_layout", copies((0, 128), (1, 130), (2, 126))),
+        r"has the groups 1 and 2 in rows 256 to 383. Begin each group at a multiple of 128 rows"),
+    "a group that comes again": (*(INDEX, "grouped_layout", copies((0, 128), (1, 128), (0, 128))),
+        "has the group 0 again from row 256 on, after rows of other groups. Rows of a group must follow each other"),
+    "padding in too many places": (*(LONG, "grouped_layout", copies(*[(0, 64), (-1, 64)] * 70)),
+        "has 70 runs of labels between 64 rows or more of padding, but 32 are the most with 3 groups"),
     "an end past a": (PSUM, "grouped_layout", to(128, 200, 385), r"\[2\] is 385, but it must be from 0 to 384"),
     "an end below zero": (PSUM, "grouped_layout", to(-1, 200, 384), r"\[0\] is -1, but it must be from 0 to 384"),
-    "an end before the group's start": (
-        *(PSUM, "grouped_layout", to(100, 110, 384)),
-        r"\[1\] is 110, but group 1 begins at row 128: where the group before ends, rounded up to a multiple of 128",
-    ),
+    "an end before the group's start": (*(PSUM, "grouped_layout", to(100, 110, 384)),
+        r"\[1\] is 110, but group 1 begins at row 128: where the group before ends, rounded up to a multiple of 128"),
     "ends that fall": (PSUM, "grouped_layout", to(200, 128, 384), r"\[1\] is 128, but group 1 begins at row 256"),
-    "more rows than there is room for": (
-        *(KINDS["masked fp8"], "layout", to(3, 25)),
-        r"^masked_m\[1\] is 25, but it must be from 0 to 24, the number of rows of a group",
-    ),
+    "more rows than there is room for": (*(KINDS["masked fp8"], "layout", to(3, 25)),
+        r"^masked_m\[1\] is 25, but it must be from 0 to 24, the number of rows of a group"),
     "a count below zero": (KINDS["masked bf16"], "layout", to(-1, 3), r"^masked_m\[0\] is -1"),
-    "sizes past K": (
-        *(KINDS["k bf16"], "layout", to(130, 127)),
-        "must be 0 or more, and add up to at most 256, the K of a, but the least is 127, and they add up to 257",
-    ),
+    "sizes past K": (*(KINDS["k bf16"], "layout", to(130, 127)),
+        "must be 0 or more, and add up to at most 256, the K of a, but the least is 127, and they add up to 257"),
     "a size below zero": (KINDS["k bf16 and c"], "layout", to(-64, 64), "must be 0 or more, .* the least is -64"),
-    "a size of odd bytes": (
-        *(KINDS["k fp8"], "layout", to(120, 136)),
-        r"grouped_layout\[0\] is 120, but K of each group must be a multiple of 16",
-    ),
-    "more blocks than scales": (
-        *(KINDS["k fp8"], "layout", to(16, 240)),
-        "the scales of a have 2 columns, but groups of the sizes in grouped_layout have 3 blocks of 128",
-    ),
+    "a size of odd bytes": (*(KINDS["k fp8"], "layout", to(120, 136)),
+        r"grouped_layout\[0\] is 120, but K of each group must be a multiple of 16"),
+    "more blocks than scales": (*(KINDS["k fp8"], "layout", to(16, 240)),
+        "the scales of a have 2 columns, but groups of the sizes in grouped_layout have 3 blocks of 128"),
     "parts past K": (KINDS["k padded"], "layout", to(1, 129), "groups end at 257 of K, but K of a is 256"),
     "a part below zero": (KINDS["k padded"], "layout", to(-1, 64), r"grouped_layout\[0\] is -1"),
-    "a first token that attends more": (
-        *(WIDE, "lengths", at(0, 0, is_=101)),
-        r"context_lens\[0, 0\] is 101, more than that of the request's last token, 100",
-    ),
-    "a page that is missing": (
-        *(WIDE, "table", at(1, 4, is_=-1)),
-        r"block_table\[1, 4\] is -1, but it must be from 0 to 42, a block of kv_cache: .* the request has 300 keys",
-    ),
+    "a first token that attends more": (*(WIDE, "lengths", at(0, 0, is_=101)),
+        r"context_lens\[0, 0\] is 101, more than that of the request's last token, 100"),
+    "a page that is missing": (*(WIDE, "table", at(1, 4, is_=-1)),
+        r"block_table\[1, 4\] is -1, but it must be from 0 to 42, a block of kv_cache: .* the request has 300 keys"),
     "a page past the cache": (WIDE, "table", at(0, 1, is_=43), r"block_table\[0, 1\] is 43"),
-    "a schedule that begins late": (
-        *(WIDE, "meta", at(0, 0, is_=1)),
-        r"schedule_meta is not that of context_lens: in row 0 it has \(1, 0\), .* get_paged_mqa_logits_metadata",
-    ),
+    "a schedule that begins late": (*(WIDE, "meta", at(0, 0, is_=1)),
+        r"schedule_meta is not that of context_lens: in row 0 it has \(1, 0\), .* get_paged_mqa_logits_metadata"),
     "a schedule that ends early": (WIDE, "meta", at(3, 0, is_=3), r"in row 3 it has \(3, 0\)"),
     "a schedule that goes back": (WIDE, "meta", to(0, 0, 3, 1, 1, 0, 4, 0), r"in row 2 it has \(1, 0\)"),
     "a schedule of another batch": (WIDE, "meta", to(0, 0, 1, 1, 5, 0, 5, 0), r"in row 2 it has \(5, 0\)"),
-}
+}  # fmt: skip
 """A call of right values, the operand that is changed in place, the change, and the refusal's words."""
 
 

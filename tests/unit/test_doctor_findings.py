@@ -53,11 +53,8 @@ def actions(**changes: Any) -> list[str]:
         ({"compilers": []}, [f"pip install {NVRTC}"], True),
         ({"compilers": [NVCC_13 | {"chosen": False, "usable": False}]}, [f"pip install {NVRTC}"], True),
         ({"compilers": [], "packs": [PACK]}, ["If you need kernels that no pack holds"], False),
-        (
-            {"compilers": [], "settings": [setting("DG_JIT_NVCC_COMPILER", "/none", "DG_JIT_NVCC_COMPILER")]},
-            ["DG_JIT_NVCC_COMPILER"],
-            True,
-        ),
+        ({"compilers": [], "settings": [setting("DG_JIT_NVCC_COMPILER", "/none", "DG_JIT_NVCC_COMPILER")]},
+            ["DG_JIT_NVCC_COMPILER"], True),
         ({"compilers": [], "settings": [setting("DG_JIT_USE_NVRTC", "it is 'x'")]}, ["Correct DG_JIT_USE_NVRTC"], True),
         ({"packs": [PACK | {"kernels": 0, "problem": "it is damaged"}]}, ["/p.dgpack"], False),
         ({"headers": {"path": "/x", "files": 0}}, ["pip install --force-reinstall"], True),
@@ -68,10 +65,9 @@ def actions(**changes: Any) -> list[str]:
         ({"cache": report()["cache"] | {"writable": False}}, ["DG_JIT_CACHE_DIR"], False),
         ({"cache": report()["cache"] | {"problem": "others can write to it"}}, ["DG_JIT_CACHE_DIR"], False),
         ({"misspelt": ["DG_JIT_CACHE is no setting"]}, ["Correct the name of DG_JIT_CACHE"], False),
-        ({"gpus": [], "driver_cuda": None}, [], False),
-        ({}, [], False),
+        ({"gpus": [], "driver_cuda": None}, [], False), ({}, [], False),
     ],
-)
+)  # fmt: skip
 def test_each_finding_says_what_to_do(changes: dict[str, Any], needles: list[str], stops: bool) -> None:
     told = actions(**changes)
     assert len(told) == len(needles), told

@@ -157,17 +157,10 @@ def test_several_numbers_are_one_argument(driver: FakeDriver, function: Function
 @pytest.mark.parametrize(
     "argument",
     [
-        ("i32", 1 << 31),
-        ("u32", -1),
-        ("ptr", -8),
-        ("u16", 1),
-        b"short",
-        ("i32", 1.5),
-        ("u32", (1,)),
-        ("u32s", 1),
+        ("i32", 1 << 31), ("u32", -1), ("ptr", -8), ("u16", 1), b"short", ("i32", 1.5), ("u32", (1,)), ("u32s", 1),
         ("u32s", (1, -1)),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_refused(driver: FakeDriver, function: Function, argument: Any) -> None:
     with pytest.raises(InvalidInputError):
         Launch(function, LaunchShape((1, 1, 1), 128, 0), 0, [argument])
@@ -251,13 +244,8 @@ def test_a_patched_launch_is_a_new_one(
 
 
 PARAMETERS: list[LaunchArgument] = [
-    ("u32", 5),
-    Pointer("a"),
-    Map(SPEC, "a"),
-    Map(SPEC, "b"),
-    Pointer("d"),
-    Map(SPEC, "a"),
-]
+    ("u32", 5), Pointer("a"), Map(SPEC, "a"), Map(SPEC, "b"), Pointer("d"), Map(SPEC, "a"),
+]  # fmt: skip
 FIRST = {"a": 0x100, "b": 0x200, "d": 0x300}
 
 

@@ -93,19 +93,14 @@ def test_a_tensor_map_as_the_driver_reads_it(encoder: FakeEncoder) -> None:
 TYPES, SWIZZLES = bindings.CUtensorMapDataType, bindings.CUtensorMapSwizzle
 PROMOTIONS = bindings.CUtensorMapL2promotion
 VALUES: list[tuple[dict[str, Any], Any]] = [
-    *(
-        ({"dtype": dtype}, getattr(TYPES, f"CU_TENSOR_MAP_DATA_TYPE_{name}"))
-        for dtype, name in (("u8", "UINT8"), ("f16", "FLOAT16"), ("f32", "FLOAT32"), ("bf16", "BFLOAT16"))
-    ),
-    *(
-        ({"swizzle": size}, getattr(SWIZZLES, f"CU_TENSOR_MAP_SWIZZLE_{f'{size}B' if size else 'NONE'}"))
-        for size in (0, 32, 64, 128)
-    ),
-    *(
-        ({"l2_promotion": size}, getattr(PROMOTIONS, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{size}B' if size else 'NONE'}"))
-        for size in (0, 64, 128, 256)
-    ),
-]
+    *(({"dtype": dtype}, getattr(TYPES, f"CU_TENSOR_MAP_DATA_TYPE_{name}")) for dtype,
+        name in (("u8", "UINT8"), ("f16", "FLOAT16"), ("f32", "FLOAT32"), ("bf16", "BFLOAT16"))),
+    *(({"swizzle": size}, getattr(SWIZZLES, f"CU_TENSOR_MAP_SWIZZLE_{f'{size}B' if size else 'NONE'}")) for size in (0,
+        32, 64, 128)),
+    *(({"l2_promotion": size},
+        getattr(PROMOTIONS, f"CU_TENSOR_MAP_L2_PROMOTION_{f'L2_{size}B' if size else 'NONE'}")) for size in (0, 64, 128,
+        256)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "value"), VALUES, ids=str)
@@ -148,19 +143,14 @@ GOOD: dict[str, Any] = {"dtype": "u8", "dims": (256, 256), "strides": (256,), "b
     ("change", "says"),
     [
         ({"dtype": "f64"}, "dtype must be one of u8, f16, f32, bf16"),
-        ({"dims": ()}, "1 to 5 entries"),
-        ({"strides": ()}, "need 1 strides"),
-        ({"box": (128,)}, "2 box sizes"),
-        ({"dims": (0, 256)}, "dims must be in"),
-        ({"strides": (250,)}, "multiples of 16 bytes"),
-        ({"strides": (1 << 40,)}, "multiples of 16 bytes below"),
-        ({"box": (128, 257)}, "box sizes must be in"),
+        ({"dims": ()}, "1 to 5 entries"), ({"strides": ()}, "need 1 strides"), ({"box": (128,)}, "2 box sizes"),
+        ({"dims": (0, 256)}, "dims must be in"), ({"strides": (250,)}, "multiples of 16 bytes"),
+        ({"strides": (1 << 40,)}, "multiples of 16 bytes below"), ({"box": (128, 257)}, "box sizes must be in"),
         ({"box": (120, 64)}, "innermost box must be a multiple of 16"),
-        ({"box": (256, 64)}, "at most the swizzle's 128 bytes"),
-        ({"swizzle": 96}, "swizzle must be in"),
+        ({"box": (256, 64)}, "at most the swizzle's 128 bytes"), ({"swizzle": 96}, "swizzle must be in"),
         ({"l2_promotion": 32}, "l2_promotion in"),
     ],
-)
+)  # fmt: skip
 def test_what_the_copy_engine_cannot_address_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidInputError, match=says):
         TensorMapSpec(**{**GOOD, **change})

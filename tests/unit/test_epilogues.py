@@ -235,21 +235,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 EDGES = [
-    0.0,
-    -0.0,
-    float("inf"),
-    float("-inf"),
-    float("nan"),
-    88.0,
-    -88.0,
-    104.0,
-    -104.0,
-    1e-38,
-    -1e-38,
-    1e-42,
-    3e38,
-    -3e38,
-]
+    0.0, -0.0, float("inf"), float("-inf"), float("nan"), 88.0, -88.0, 104.0, -104.0, 1e-38, -1e-38, 1e-42, 3e38, -3e38,
+]  # fmt: skip
 
 
 def _sigmoid(x: float) -> float:

@@ -110,14 +110,11 @@ def test_calls_are_kept_apart(client: Client) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("0/0", b"rubbish", "checksum"),
-        ("0/0", binary().encode()[:-1], "checksum"),
-        ("0", b"2", "parts of it are missing"),
-        ("0", b"many", "invalid literal"),
-        ("0", b"-1", "-1 parts"),
+        ("0/0", b"rubbish", "checksum"), ("0/0", binary().encode()[:-1], "checksum"),
+        ("0", b"2", "parts of it are missing"), ("0", b"many", "invalid literal"), ("0", b"-1", "-1 parts"),
         ("0", b"100000", "100000 parts"),
     ],
-)
+)  # fmt: skip
 def test_damage_is_refused_in_words(client: Client, key: str, value: bytes, words: str) -> None:
     first, second = two(client)
     first.publish(0, binary())

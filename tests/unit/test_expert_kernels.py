@@ -165,13 +165,10 @@ def test_shapes_count_what_they_multiply_and_move() -> None:
     [
         ({"shapes": [{"n": 512, "k": 256, "groups": 0}]}, InvalidInputError, "groups of shape 0 of the description"),
         ({"shapes": [{"n": 512, "k": 256, "groups": "8"}]}, InvalidInputError, "groups of shape 0 of the description"),
-        (
-            {"shapes": [{"n": 512, "k": 256, "groups": 8, "op": "fp16_gemm_nt"}]},
-            UnsupportedError,
-            "fp16_gemm_nt has no form with groups, but a shape has 8 groups. Give one group, or another op: fp8_",
-        ),
+        ({"shapes": [{"n": 512, "k": 256, "groups": 8, "op": "fp16_gemm_nt"}]}, UnsupportedError,
+            "fp16_gemm_nt has no form with groups, but a shape has 8 groups. Give one group, or another op: fp8_"),
     ],
-)
+)  # fmt: skip
 def test_wrong_groups_are_refused_in_words(what: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error) as refused:
         workload.plan(what)

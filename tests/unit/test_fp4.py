@@ -218,59 +218,33 @@ def masked(**changes: Any) -> Callable[[], object]:
 
 
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "order of the other activations": (
-        right(b=deep_gemm.transform_fp4_weights(*drawn(N, K), "bf16")),
+    "order of the other activations": (right(b=deep_gemm.transform_fp4_weights(*drawn(N, K), "bf16")),
         InvalidInputError,
-        r"b must be torch.uint8, as transform_fp4_weights\(..., activations='fp8'\) returns it, but it is torch.int16",
-    ),
-    "another K": (
-        right(b=deep_gemm.transform_fp4_weights(*drawn(N, 512))),
-        InvalidInputError,
-        r"b must be the weights \(N, K\) = \(72, 160\) of transform_fp4_weights",
-    ),
-    "K that is no multiple of 32": (
-        right("bf16", a=torch.ones(M, 48, dtype=BF16)),
-        InvalidInputError,
-        "K must be a positive multiple of 32",
-    ),
+        r"b must be torch.uint8, as transform_fp4_weights\(..., activations='fp8'\) returns it, but it is torch.int16"),
+    "another K": (right(b=deep_gemm.transform_fp4_weights(*drawn(N, 512))), InvalidInputError,
+        r"b must be the weights \(N, K\) = \(72, 160\) of transform_fp4_weights"),
+    "K that is no multiple of 32": (right("bf16", a=torch.ones(M, 48, dtype=BF16)), InvalidInputError,
+        "K must be a positive multiple of 32"),
     "float32 d": (right(d=torch.empty(M, N)), InvalidInputError, "d must be torch.bfloat16, but it is torch.float32"),
     "a c": (right(c=torch.empty(M, N, dtype=BF16)), UnsupportedError, "c must be left out with MXFP4 weights"),
-    "an epilogue": (
-        right(epilogue=deep_gemm.Epilogue(activation="gelu")),
-        UnsupportedError,
-        "epilogue must be left out",
-    ),
-    "FP8's recipe": (
-        right(recipe=(1, 128, 128)),
-        UnsupportedError,
-        r"recipe_b=\(1, 32\), but recipe is \(1, 128, 128\)",
-    ),
+    "an epilogue": (right(epilogue=deep_gemm.Epilogue(activation="gelu")), UnsupportedError,
+        "epilogue must be left out"),
+    "FP8's recipe": (right(recipe=(1, 128, 128)), UnsupportedError,
+        r"recipe_b=\(1, 32\), but recipe is \(1, 128, 128\)"),
     "another M of d": (right(d=torch.empty(M + 1, N, dtype=BF16)), InvalidInputError, "a and d must agree in M"),
-    "scattered rows of d": (
-        right(d=torch.empty(N, M, dtype=BF16).t()),
-        InvalidInputError,
-        "d must be row-major, with rows of its own",
-    ),
+    "scattered rows of d": (right(d=torch.empty(N, M, dtype=BF16).t()), InvalidInputError,
+        "d must be row-major, with rows of its own"),
     "int64 counts": (masked(masked_m=torch.tensor([1, 2])), InvalidInputError, "masked_m must be torch.int32"),
-    "three counts": (
-        masked(masked_m=torch.ones(3, dtype=torch.int32)),
-        InvalidInputError,
-        r"masked_m must have the shape \(2,\), one number for each group of b",
-    ),
+    "three counts": (masked(masked_m=torch.ones(3, dtype=torch.int32)), InvalidInputError,
+        r"masked_m must have the shape \(2,\), one number for each group of b"),
     "no estimate": (masked(expected_m=0), InvalidInputError, "expected_m must be a positive integer"),
-    "another number of groups": (
-        masked(b=deep_gemm.transform_fp4_weights(*drawn(3, N, K))),
-        InvalidInputError,
-        "a and b must agree in the number of groups",
-    ),
+    "another number of groups": (masked(b=deep_gemm.transform_fp4_weights(*drawn(3, N, K))), InvalidInputError,
+        "a and b must agree in the number of groups"),
     "one matrix for groups": (masked(b=drawn(N, K)), InvalidInputError, r"b must be \(G, N, K / 2\) of MXFP4"),
     "overlap": (masked(enable_overlap=True), UnsupportedError, "enable_overlap, max_block_n and signal"),
-    "unknown activations": (
-        lambda: deep_gemm.transform_fp4_weights(*drawn(N, K), "fp16"),
-        InvalidInputError,
-        "activations must be 'fp8' or 'bf16', but it is 'fp16'",
-    ),
-}
+    "unknown activations": (lambda: deep_gemm.transform_fp4_weights(*drawn(N, K), "fp16"), InvalidInputError,
+        "activations must be 'fp8' or 'bf16', but it is 'fp16'"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)

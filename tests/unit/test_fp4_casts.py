@@ -77,16 +77,13 @@ X, CODES, SCALES = torch.ones(4, 64), torch.zeros(4, 32, dtype=torch.int8), torc
         (per_token_cast_to_fp4, (X, True, 0), "gran_k must be an integer from 1"),
         (per_token_cast_to_fp4, (X, False, 32, True), "use_ue8m0 must be True with use_packed_ue8m0"),
         (cast_back_from_fp4, (CODES.float(), SCALES, 32), "packed must be torch.int8 or torch.uint8"),
-        (
-            cast_back_from_fp4,
-            (CODES, SCALES[:, :1], 32),
-            r"sf must be torch.float32 \(4, 2\) .* torch.float32 \(4, 1\)",
-        ),
+        (cast_back_from_fp4, (CODES, SCALES[:, :1], 32),
+            r"sf must be torch.float32 \(4, 2\) .* torch.float32 \(4, 1\)"),
         (cast_back_from_fp4, (CODES, SCALES, 32, True), r"sf must be torch.int32 \(4, 1\)"),
         (transpose_packed_fp4, (CODES[:3],), "a must have an even number of rows"),
         (transpose_packed_fp4, (CODES.int(),), "a must be torch.int8 or torch.uint8"),
     ],
-)
+)  # fmt: skip
 def test_wrong_arguments_are_sentences(function: Any, arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         function(*arguments)

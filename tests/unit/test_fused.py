@@ -104,17 +104,12 @@ def strided(offset: int, stride: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changed", "aligned"),
     [
-        ({}, True),
-        ({"x": strided(8, N + 8)}, True),
-        ({"x": strided(0, 0)}, True),
-        ({"x": strided(4, N)}, False),
-        ({"x": strided(0, N + 4)}, False),
-        ({"y": x(N + 1)[1:]}, False),
-        ({"out": x(M, N + 8)[:, 4 : N + 4]}, False),
+        ({}, True), ({"x": strided(8, N + 8)}, True), ({"x": strided(0, 0)}, True), ({"x": strided(4, N)}, False),
+        ({"x": strided(0, N + 4)}, False), ({"y": x(N + 1)[1:]}, False), ({"out": x(M, N + 8)[:, 4 : N + 4]}, False),
         ({"x": x(M, N - 4), "y": x(N - 4), "out": x(M, N - 4)}, False),
         ({"x": x(M, 8 * N)[::8][:1], "y": x(N * 8), "out": x(1, N * 8)}, True),
     ],
-)
+)  # fmt: skip
 def test_rows_that_can_be_read_by_sixteen_bytes(gpu: FakeGpu, changed: Any, aligned: bool) -> None:
     given = {"x": x(), "y": x(N), "out": x()} | changed
     fused.add_gelu(**given)
@@ -143,94 +138,59 @@ def test_nothing_outside_of_out_is_written() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "float32": (
-        lambda: fused.rms_norm(x().float(), x(N)),
-        "x must be torch.bfloat16 or torch.float16, but it is torch",
-    ),
+    "float32": (lambda: fused.rms_norm(x().float(), x(N)),
+        "x must be torch.bfloat16 or torch.float16, but it is torch"),
     "rank 3": (lambda: fused.rms_norm(x()[None], x(N)), "x must have 2 dimensions, but it has 3: "),
-    "a weight of another dtype": (
-        lambda: fused.rms_norm(x(), x(N).float()),
-        r"weight must be torch.bfloat16 \(272,\) for x \(12, 272\), but it is torch.float32",
-    ),
+    "a weight of another dtype": (lambda: fused.rms_norm(x(), x(N).float()),
+        r"weight must be torch.bfloat16 \(272,\) for x \(12, 272\), but it is torch.float32"),
     "a weight of another size": (lambda: fused.rms_norm(x(), x(N - 1)), r"weight must be .* it is .* \(271,\)"),
     "a weight with gaps": (lambda: fused.rms_norm(x(), x(2 * N)[::2]), "weight must be contiguous along its last"),
-    "columns with gaps": (
-        lambda: fused.rms_norm(x(M, 2 * N)[:, ::2], x(N)),
-        r"x must be contiguous .* x.contiguous\(\)",
-    ),
-    "out of another dtype": (
-        lambda: fused.rms_norm(x(), x(N), x().half()),
-        "out must be torch.bfloat16 or torch.float32",
-    ),
+    "columns with gaps": (lambda: fused.rms_norm(x(M, 2 * N)[:, ::2], x(N)),
+        r"x must be contiguous .* x.contiguous\(\)"),
+    "out of another dtype": (lambda: fused.rms_norm(x(), x(N), x().half()),
+        "out must be torch.bfloat16 or torch.float32"),
     "out of a strange dtype": (lambda: fused.rms_norm(x(), x(N), torch.int8), "out must be torch.bfloat16 or torch.f"),
     "out of another shape": (lambda: fused.silu_and_mul(x(), x()), r"out must be .* \(12, 136\) for x \(12, 272\)"),
     "out that is a number": (lambda: fused.rms_norm(x(), x(N), 3), "out must be a torch.Tensor, but it is of type int"),
     "out of one": (lambda: fused.rms_norm(x(), x(N), (x(),)), "out must be a pair .* it has 1 elements"),
-    "out whose rows overlap": (
-        lambda: fused.rms_norm(x(), x(N), x(M * N).as_strided((M, N), (N - 8, 1))),
-        "the rows of out overlap in memory",
-    ),
+    "out whose rows overlap": (lambda: fused.rms_norm(x(), x(N), x(M * N).as_strided((M, N), (N - 8, 1))),
+        "the rows of out overlap in memory"),
     "out on another input": (lambda: fused.add_gelu(x(), a := x(), a), "out and y share memory"),
-    "out on a part of x": (
-        lambda: fused.rms_norm((m := x(M + 1, N))[1:], x(N), m[:-1]),
-        "out and x share memory",
-    ),
+    "out on a part of x": (lambda: fused.rms_norm((m := x(M + 1, N))[1:], x(N), m[:-1]), "out and x share memory"),
     "residual on x": (lambda: fused.rms_norm(a := x(), x(N), residual=a), "residual and x share memory"),
     "out on the residual": (lambda: fused.rms_norm(x(), x(N), a := x(), residual=a), "residual and out share memory"),
-    "one residual for all rows": (
-        lambda: fused.rms_norm(x(), x(N), residual=x(1, N).expand(M, N)),
-        "the rows of residual overlap",
-    ),
-    "values of another dtype": (
-        lambda: fused.rms_norm(x(), x(N), (x(), torch.empty(M, 3))),
-        r"the values of out must be torch.float8_e4m3fn \(12, 272\)",
-    ),
-    "scales of another shape": (
-        lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(M, 2))),
-        r"the scales of out must be torch.float32 \(12, 3\) .* Leave out out",
-    ),
-    "scales with gaps both ways": (
-        lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
-        "contiguous along one dimension",
-    ),
+    "one residual for all rows": (lambda: fused.rms_norm(x(), x(N), residual=x(1, N).expand(M, N)),
+        "the rows of residual overlap"),
+    "values of another dtype": (lambda: fused.rms_norm(x(), x(N), (x(), torch.empty(M, 3))),
+        r"the values of out must be torch.float8_e4m3fn \(12, 272\)"),
+    "scales of another shape": (lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(M, 2))),
+        r"the scales of out must be torch.float32 \(12, 3\) .* Leave out out"),
+    "scales with gaps both ways": (lambda: fused.rms_norm(x(), x(N), (x().to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
+        "contiguous along one dimension"),
     "eps below zero": (lambda: fused.rms_norm(x(), x(N), eps=-1.0), "eps must be a finite number from 0 on"),
     "eps that is NaN": (lambda: fused.rms_norm(x(), x(N), eps=float("nan")), "eps must be a finite number"),
-    "eps that is infinite": (
-        lambda: fused.layer_norm(x(), x(N), None, eps=float("inf")),
-        "eps must be a finite number",
-    ),
+    "eps that is infinite": (lambda: fused.layer_norm(x(), x(N), None, eps=float("inf")),
+        "eps must be a finite number"),
     "eps that is True": (lambda: fused.rms_norm(x(), x(N), eps=True), "eps must be a finite number"),
-    "another gelu": (
-        lambda: fused.add_gelu(x(), x(N), approximate="sigmoid"),
-        "must be 'none' or 'tanh', .* 'sigmoid'",
-    ),
+    "another gelu": (lambda: fused.add_gelu(x(), x(N), approximate="sigmoid"),
+        "must be 'none' or 'tanh', .* 'sigmoid'"),
     "a gelu that is a list": (lambda: fused.add_gelu(x(), x(N), approximate=[1]), "approximate must be 'none' or"),
     "odd columns": (lambda: fused.silu_and_mul(x(M, 7)), "x must have an even number of columns"),
     "a limit below zero": (lambda: fused.silu_and_mul(x(), limit=-1.0), "limit must be None or a number from 0 on"),
     "a limit that is a text": (lambda: fused.silu_and_mul(x(), limit="7"), "limit must be None or a number from 0 on"),
     "interleaved is a number": (lambda: fused.silu_and_mul(x(), interleaved=1), "interleaved must be True or False"),
-    "too few factors": (
-        lambda: fused.silu_and_mul(x(), factors=torch.ones(5)),
-        r"factors must be torch.float32 \(12,\)",
-    ),
-    "factors with gaps": (
-        lambda: fused.silu_and_mul(x(), factors=torch.ones(2 * M)[::2]),
-        "factors must be contiguous",
-    ),
+    "too few factors": (lambda: fused.silu_and_mul(x(), factors=torch.ones(5)),
+        r"factors must be torch.float32 \(12,\)"),
+    "factors with gaps": (lambda: fused.silu_and_mul(x(), factors=torch.ones(2 * M)[::2]),
+        "factors must be contiguous"),
     "use_ue8m0 is a number": (lambda: fused.mul_add(x(), x(), x(), E4M3, use_ue8m0=1), "use_ue8m0 must be True or"),
-    "powers of two without scales": (
-        lambda: fused.mul_add(x(), x(), x(), use_ue8m0=True),
-        "use_ue8m0 must be False, since only FP8 has scales",
-    ),
-    "out with gradients": (
-        lambda: fused.rms_norm(x(), x(N), x().requires_grad_()),
-        "out requires grad, but this function writes into it",
-    ),
-    "a residual with gradients": (
-        lambda: fused.rms_norm(x(), x(N), residual=x().requires_grad_()),
-        "residual requires grad, but this function writes into it",
-    ),
-}
+    "powers of two without scales": (lambda: fused.mul_add(x(), x(), x(), use_ue8m0=True),
+        "use_ue8m0 must be False, since only FP8 has scales"),
+    "out with gradients": (lambda: fused.rms_norm(x(), x(N), x().requires_grad_()),
+        "out requires grad, but this function writes into it"),
+    "a residual with gradients": (lambda: fused.rms_norm(x(), x(N), residual=x().requires_grad_()),
+        "residual requires grad, but this function writes into it"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MISTAKES)

@@ -88,18 +88,10 @@ def test_the_packages_own_directories_exist() -> None:
 
 
 PAYLOADS = [
-    "cycler.__init__.__globals__.os.system('touch {0}')",
-    "self.__init__.__globals__.__builtins__.open('{0}', 'w')",
-    "''.__class__.__mro__[1].__subclasses__()",
-    "name|attr('format')",
-    "'%s'.__mod__(name)",
-    "7 * 7",
-    "name.upper()",
-    "range(1 << 40)|list|length",
-    "name[0]",
-    "{{1}}",
-    "",
-]
+    "cycler.__init__.__globals__.os.system('touch {0}')", "self.__init__.__globals__.__builtins__.open('{0}', 'w')",
+    "''.__class__.__mro__[1].__subclasses__()", "name|attr('format')", "'%s'.__mod__(name)", "7 * 7", "name.upper()",
+    "range(1 << 40)|list|length", "name[0]", "{{1}}", "",
+]  # fmt: skip
 
 
 FORMS = ("// /*{{ {} }}*/", "a; /*% if {} %*/ b; /*% endif %*/", "/*% set x = {} %*/", "/*{{{}\n}}*/")

@@ -46,14 +46,10 @@ def test_headers_are_found_transitively(include: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"name": "k2"},
-        {"source": SOURCE + " "},
-        {"arch": "sm_90"},
-        {"compiler": "fake 2"},
-        {"flags": ["-O3", "-DX"]},
+        {"name": "k2"}, {"source": SOURCE + " "}, {"arch": "sm_90"}, {"compiler": "fake 2"}, {"flags": ["-O3", "-DX"]},
         {"flags": []},
     ],
-)
+)  # fmt: skip
 def test_each_part_changes_the_key(include: Path, change: dict[str, Any]) -> None:
     assert key(include, **change) != key(include)
 

@@ -17,70 +17,33 @@ MAX_LINES = 600
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    (
-        "deep_gemm.errors",
-        "deep_gemm.listeners",
-        "deep_gemm.log",
-        "deep_gemm.names",
-        "deep_gemm.records",
-        "deep_gemm.setting_values",
-    ),
-    ("deep_gemm.settings", "deep_gemm.templates"),
-    ("deep_gemm.advice",),
+    ("deep_gemm.errors", "deep_gemm.listeners", "deep_gemm.log", "deep_gemm.names", "deep_gemm.records",
+        "deep_gemm.setting_values"),
+    ("deep_gemm.settings", "deep_gemm.templates"), ("deep_gemm.advice",),
     ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer", "deep_gemm.tensors"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec", "deep_gemm.parts", "deep_gemm.expression"),
-    ("deep_gemm.arch",),
-    ("deep_gemm.kernels",),
-    ("deep_gemm.select",),
+    ("deep_gemm.arch",), ("deep_gemm.kernels",), ("deep_gemm.select",),
     ("deep_gemm.runtime.weight_promises", "deep_gemm.options", "deep_gemm.runtime.debug_record"),
     ("deep_gemm.runtime.engine",),
     ("deep_gemm.runtime.generated", "deep_gemm.runtime.operation", "deep_gemm.runtime.sharding"),
     ("deep_gemm.runtime.operators", "deep_gemm.runtime.reports"),
-    (
-        "deep_gemm.runtime.call_code",
-        "deep_gemm.runtime.fallback",
-        "deep_gemm.runtime.measuring",
-        "deep_gemm.runtime.monitor",
-    ),
-    ("deep_gemm.runtime.calls",),
-    ("deep_gemm.ops.cast_reference", "deep_gemm.ops.mxfp4", "deep_gemm.ops.reference"),
-    ("deep_gemm.ops",),
-    ("deep_gemm.custom",),
-    (
-        *(
-            "deep_gemm.attention",
-            "deep_gemm.batched",
-            "deep_gemm.cublaslt",
-            "deep_gemm.prenorm",
-            "deep_gemm.dense",
-            "deep_gemm.epilogue",
-            "deep_gemm.fused",
-            "deep_gemm.grouped",
-            "deep_gemm.layout",
-            "deep_gemm.operators",
-            "deep_gemm.quantize",
-            "deep_gemm.testing",
-        ),
-        "deep_gemm.unsupported",
-    ),
-    ("deep_gemm.fp4",),
-    ("deep_gemm.utils",),
+    ("deep_gemm.runtime.call_code", "deep_gemm.runtime.fallback", "deep_gemm.runtime.measuring",
+        "deep_gemm.runtime.monitor"),
+    ("deep_gemm.runtime.calls",), ("deep_gemm.ops.cast_reference", "deep_gemm.ops.mxfp4", "deep_gemm.ops.reference"),
+    ("deep_gemm.ops",), ("deep_gemm.custom",),
+    (*("deep_gemm.attention", "deep_gemm.batched", "deep_gemm.cublaslt", "deep_gemm.prenorm", "deep_gemm.dense",
+        "deep_gemm.epilogue", "deep_gemm.fused", "deep_gemm.grouped", "deep_gemm.layout", "deep_gemm.operators",
+        "deep_gemm.quantize", "deep_gemm.testing"), "deep_gemm.unsupported"),
+    ("deep_gemm.fp4",), ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.patterns"),
-    ("deep_gemm.aot.quantization",),
-    ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
+    ("deep_gemm.aot.quantization",), ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
     ("deep_gemm.aot.attention_layers", "deep_gemm.aot.experts", "deep_gemm.aot.model"),
-    ("deep_gemm.aot.checkpoint",),
-    ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
-    ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"),
-    ("deep_gemm.aot.build",),
-    ("deep_gemm.nn",),
+    ("deep_gemm.aot.checkpoint",), ("deep_gemm.aot.shard", "deep_gemm.aot.workload"),
+    ("deep_gemm.aot.cards", "deep_gemm.aot.outcomes"), ("deep_gemm.aot.build",), ("deep_gemm.nn",),
     # For `from deep_gemm import X` of a public name.
-    ("deep_gemm.__init__",),
-    ("deep_gemm.backends", "deep_gemm.compat"),
-    ("deep_gemm.aot",),
-    ("deep_gemm.bench",),
+    ("deep_gemm.__init__",), ("deep_gemm.backends", "deep_gemm.compat"), ("deep_gemm.aot",), ("deep_gemm.bench",),
     ("deep_gemm.cli", "deep_gemm.__main__"),
-]
+]  # fmt: skip
 
 
 def package_files() -> dict[str, Path]:
@@ -159,33 +122,15 @@ def violations(module: str, tree: ast.AST) -> list[str]:
 
 
 CORE = (
-    *(
-        "deep_gemm.arch",
-        "deep_gemm.runtime.calls",
-        "deep_gemm.runtime.weight_promises",
-        "deep_gemm.runtime.engine",
-        "deep_gemm.options",
-    ),
-    *(
-        "deep_gemm.runtime.call_code",
-        "deep_gemm.runtime.fallback",
-        "deep_gemm.runtime.generated",
-        "deep_gemm.runtime.monitor",
-        "deep_gemm.runtime.operation",
-        "deep_gemm.runtime.operators",
-        "deep_gemm.runtime.reports",
-    ),
-    *(
-        "deep_gemm.runtime.measuring",
-        "deep_gemm.runtime.timer",
-        "deep_gemm.runtime.debug_record",
-        "deep_gemm.select",
-        "deep_gemm.jit",
-        "deep_gemm.kernels.__init__",
-        "deep_gemm.kernels.base",
-    ),
+    *("deep_gemm.arch", "deep_gemm.runtime.calls", "deep_gemm.runtime.weight_promises", "deep_gemm.runtime.engine",
+        "deep_gemm.options"),
+    *("deep_gemm.runtime.call_code", "deep_gemm.runtime.fallback", "deep_gemm.runtime.generated",
+        "deep_gemm.runtime.monitor", "deep_gemm.runtime.operation", "deep_gemm.runtime.operators",
+        "deep_gemm.runtime.reports"),
+    *("deep_gemm.runtime.measuring", "deep_gemm.runtime.timer", "deep_gemm.runtime.debug_record", "deep_gemm.select",
+        "deep_gemm.jit", "deep_gemm.kernels.__init__", "deep_gemm.kernels.base"),
     *("deep_gemm.kernels.features", "deep_gemm.kernels.raster"),
-)
+)  # fmt: skip
 """Modules that serve every GEMM, of any dtype and family."""
 FAMILY = re.compile(r"fp\d|e\dm\d|float8|swapped|upright_?(config|by|gemm)|(bf|f|bfloat|float)(16|32)|sm\d+_\w")
 DTYPES_OF = {
@@ -230,13 +175,10 @@ def test_the_core_names_no_family_and_no_dtype() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from .kernels import sm90_fp8_gemm",
-        "isinstance(config, SwappedConfig)",
-        "kernel == 'sm90_bf16_gemm'",
-        "d.dtype == torch.bfloat16",
-        "def fp8_gemm_launch(): pass",
+        "from .kernels import sm90_fp8_gemm", "isinstance(config, SwappedConfig)", "kernel == 'sm90_bf16_gemm'",
+        "d.dtype == torch.bfloat16", "def fp8_gemm_launch(): pass",
     ],
-)
+)  # fmt: skip
 def test_a_name_of_a_family_is_found(source: str) -> None:
     assert particulars("deep_gemm.runtime.engine", ast.parse(source))
 

@@ -60,21 +60,13 @@ def prefill(*args: Any, name: str = "fp8_fp4_mqa_logits", q: Any = P.q, kv: Any 
 
 
 WHOLE: dict[str, Callable[[], torch.Tensor]] = {
-    "2.6.1": lambda: prefill(name="fp8_mqa_logits"),
-    "clean": lambda: prefill(True, name="fp8_mqa_logits"),
-    "a list": lambda: prefill(kv=[P.k, P.scales]),
-    "a pair": lambda: prefill(True, 0, q=(P.q, None)),
-    "by keyword": lambda: deep_gemm.fp8_mqa_logits(
-        q=P.q,
-        kv=(P.k, P.scales),
-        weights=P.weights,
-        cu_seq_len_k_start=P.start,
-        cu_seq_len_k_end=P.end,
-        clean_logits=True,
-    ),
+    "2.6.1": lambda: prefill(name="fp8_mqa_logits"), "clean": lambda: prefill(True, name="fp8_mqa_logits"),
+    "a list": lambda: prefill(kv=[P.k, P.scales]), "a pair": lambda: prefill(True, 0, q=(P.q, None)),
+    "by keyword": lambda: deep_gemm.fp8_mqa_logits(q=P.q, kv=(P.k, P.scales), weights=P.weights,
+        cu_seq_len_k_start=P.start, cu_seq_len_k_end=P.end, clean_logits=True),
     "dtype by position": lambda: prefill(True, 0, torch.float32),
     "no schedule": lambda: prefill(True, 0, torch.float32, None),
-}
+}  # fmt: skip
 NARROW: dict[str, Callable[[], torch.Tensor]] = {
     "0.2.3": lambda: prefill(False, 280, logits_dtype=torch.float32),
     "old name": lambda: prefill(False, 280, name="fp8_mqa_logits"),

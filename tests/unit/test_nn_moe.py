@@ -306,14 +306,11 @@ def short(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, transpose
 
 ROUTING = Routing.from_choices(torch.arange(4)[:, None], 4)
 READERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
-    "moe": lambda: MoE(64, 32, 4, 2),
-    "grouped": lambda: lambda x: FP8GroupedLinear(4, 64, 32)(x, ROUTING),
-    "fp8": lambda: FP8Linear(64, 32),
-    "fp8 stored": lambda: FP8Linear(64, 32, mode="inference"),
-    "bf16": lambda: BF16Linear(64, 32, dtype=torch.bfloat16),
-    "spread": lambda: ROUTING.spread,
+    "moe": lambda: MoE(64, 32, 4, 2), "grouped": lambda: lambda x: FP8GroupedLinear(4, 64, 32)(x, ROUTING),
+    "fp8": lambda: FP8Linear(64, 32), "fp8 stored": lambda: FP8Linear(64, 32, mode="inference"),
+    "bf16": lambda: BF16Linear(64, 32, dtype=torch.bfloat16), "spread": lambda: ROUTING.spread,
     "choices": lambda: ROUTING.choices,
-}
+}  # fmt: skip
 UNREAD: dict[str, tuple[Callable[[], Any], str]] = {
     "storage": (lambda: short((512, 64)), "has no memory: it needs 65536 bytes"),
     "large storage": (lambda: short((1 << 16, 64)), "has no memory"),

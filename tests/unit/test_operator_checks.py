@@ -25,13 +25,10 @@ TEXTS = ("", "x", "n", "TT", "ntn", "nt\n", "none+none", "bmk,bnk->mn", "0", "bi
 NUMBERS = (0, -1, 3, 2**31, 2**62)
 WRONG: dict[str, Sequence[Any]] = {
     **dict.fromkeys(("form", "blocks", "plain_blocks", "transposed_blocks", "approximate", "epilogue"), TEXTS),
-    "compiled_dims": ("x", "nkx"),
-    **dict.fromkeys(("alignment", "num_splits"), NUMBERS),
-    "expected_m": NUMBERS[:2],
-    "columns": NUMBERS[1:],
-    **dict.fromkeys(("alpha", "epsilon", "eps"), (float("nan"), float("inf"), 1e39)),
+    "compiled_dims": ("x", "nkx"), **dict.fromkeys(("alignment", "num_splits"), NUMBERS), "expected_m": NUMBERS[:2],
+    "columns": NUMBERS[1:], **dict.fromkeys(("alpha", "epsilon", "eps"), (float("nan"), float("inf"), 1e39)),
     "limit": (float("nan"), -1.0),
-}
+}  # fmt: skip
 """Values that no operator takes, by parameter."""
 
 
@@ -115,69 +112,44 @@ def finished(text: str, alpha: float = 1.0, **more: Tensor) -> Any:
 
 
 SENTENCES: dict[str, tuple[Any, str]] = {
-    "a form in capitals": (
-        lambda: OPS.bf16_gemm(A, B, D, form="TT"),
-        "form must be 'nt' or 'nn' or 'tn' or 'tt', but it is 'TT'",
-    ),
-    "no alignment": (
-        lambda: OPS.m_grouped_bf16_gemm_contiguous(A, B[None], D, GROUPS, alignment=0),
-        "alignment must be a positive multiple of 16",
-    ),
-    "blocks of rows of the transpose": (
-        lambda: OPS.quantize_transposed(X, *OUT, "row"),
-        "transposed_blocks must be 'column' or 'tile', but it is 'row'",
-    ),
+    "a form in capitals": (lambda: OPS.bf16_gemm(A, B, D, form="TT"),
+        "form must be 'nt' or 'nn' or 'tn' or 'tt', but it is 'TT'"),
+    "no alignment": (lambda: OPS.m_grouped_bf16_gemm_contiguous(A, B[None], D, GROUPS, alignment=0),
+        "alignment must be a positive multiple of 16"),
+    "blocks of rows of the transpose": (lambda: OPS.quantize_transposed(X, *OUT, "row"),
+        "transposed_blocks must be 'column' or 'tile', but it is 'row'"),
     "no bias": (finished("bias:f32"), "bias must be given: the epilogue is 'bias:f32', which has bias"),
     "a bias too much": (finished("none", bias=BIAS), "bias must be None: the epilogue is 'none', which has no bias"),
-    "a bias of 16 bits": (
-        finished("bias:f32+relu", bias=BIAS.to(BF16)),
-        "bias must be torch.float32, as the epilogue 'bias:f32[+]relu' says, but it is torch.bfloat16",
-    ),
+    "a bias of 16 bits": (finished("bias:f32+relu", bias=BIAS.to(BF16)),
+        "bias must be torch.float32, as the epilogue 'bias:f32[+]relu' says, but it is torch.bfloat16"),
     "an alpha too much": (finished("relu", alpha=2.0), "alpha must be 1.0, as the epilogue is 'relu', but it is 2.0"),
     "an alpha past float32": (finished("alpha", alpha=1e39), "alpha must be a finite float32 number"),
     "no epilogue": (finished("x"), "an epilogue must be a deep_gemm.Epilogue or the text of its parts"),
     "a limit below zero": (finished("swiglu+clamp:-1.0"), "an epilogue must be a deep_gemm.Epilogue or the text of"),
     "parts that exclude each other": (finished("swiglu+residual"), "swiglu and a residual cannot be combined"),
     "vectors of no expression": (finished("relu", vector_0=BIAS), "vector_0 must be None"),
-    "a vector of bytes": (
-        finished("custom:f(;v) return x + v;", vector_0=BIAS.to(torch.uint8)),
-        r"columns\['v'\] of f must be torch.float32 and contiguous",
-    ),
+    "a vector of bytes": (finished("custom:f(;v) return x + v;", vector_0=BIAS.to(torch.uint8)),
+        r"columns\['v'\] of f must be torch.float32 and contiguous"),
     "an expression without a name": (finished("custom:1(;) return x;"), "an expression of an epilogue must be given"),
-    "few logits": (
-        lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(2, 512), True, 0),
-        r"out must be torch.float32 or torch.bfloat16 \(300, 900\).* but it is torch.float32 \(2, 512\)",
-    ),
+    "few logits": (lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(2, 512), True, 0),
+        r"out must be torch.float32 or torch.bfloat16 \(300, 900\).* but it is torch.float32 \(2, 512\)"),
     "logits in the weights": (
         lambda: OPS.fp8_mqa_logits(*PROMPT[:3], WHOLE[:, :32], *PROMPT[4:], WHOLE[:, 28:928], True, 0),
-        "out and weights share memory",
-    ),
-    "logits off alignment": (
-        lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(300, 901)[:, :900], True, 0),
-        "rows of out must begin at multiples of 16 bytes",
-    ),
-    "clean and compressed logits": (
-        lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(300, 64), True, 64),
-        "clean_logits must be False with max_seqlen_k",
-    ),
-    "logits of one request": (
-        lambda: OPS.fp8_paged_mqa_logits(*PAGES, TABLE, SCHEDULE, torch.zeros(1, 64)),
-        r"out must be torch.float32 or torch.bfloat16 \(2, 64\): a row for each token, but it is .* \(1, 64\)",
-    ),
-    "a schedule of floats": (
-        lambda: OPS.get_paged_mqa_logits_metadata(LENGTHS, torch.zeros(3, 2)),
-        r"out must be torch.int32 \(3, 2\)",
-    ),
+        "out and weights share memory"),
+    "logits off alignment": (lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(300, 901)[:, :900], True, 0),
+        "rows of out must begin at multiples of 16 bytes"),
+    "clean and compressed logits": (lambda: OPS.fp8_mqa_logits(*PROMPT, torch.zeros(300, 64), True, 64),
+        "clean_logits must be False with max_seqlen_k"),
+    "logits of one request": (lambda: OPS.fp8_paged_mqa_logits(*PAGES, TABLE, SCHEDULE, torch.zeros(1, 64)),
+        r"out must be torch.float32 or torch.bfloat16 \(2, 64\): a row for each token, but it is .* \(1, 64\)"),
+    "a schedule of floats": (lambda: OPS.get_paged_mqa_logits_metadata(LENGTHS, torch.zeros(3, 2)),
+        r"out must be torch.int32 \(3, 2\)"),
     "a strided schedule": (lambda: OPS.get_paged_mqa_logits_metadata(LENGTHS, SPACED), "out must be contiguous"),
-    "a schedule of no CTA": (
-        lambda: OPS.get_paged_mqa_logits_metadata(LENGTHS, torch.zeros(1, 2, dtype=I32)),
-        "out must have a row for each CTA and one more",
-    ),
-    "elements in one place": (
-        lambda: OPS.cublaslt_gemm(A, B, torch.zeros(1, 32, dtype=BF16).expand(8, 32)),
-        "elements of d must not share memory",
-    ),
-}
+    "a schedule of no CTA": (lambda: OPS.get_paged_mqa_logits_metadata(LENGTHS, torch.zeros(1, 2, dtype=I32)),
+        "out must have a row for each CTA and one more"),
+    "elements in one place": (lambda: OPS.cublaslt_gemm(A, B, torch.zeros(1, 32, dtype=BF16).expand(8, 32)),
+        "elements of d must not share memory"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", SENTENCES)

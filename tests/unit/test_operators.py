@@ -237,34 +237,20 @@ BF16_ONES = [x.to(BF16) for x in ONES]
 TO_FP8 = {"d": torch.zeros(M, N).to(torch.float8_e4m3fn), "sfd": torch.ones(M, 2), "row_factor": torch.ones(M)}
 
 FORMS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
-    "1D1D": (
-        "fp8_gemm",
-        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1], ONES[0], ONES[0]),
-        {"recipe": [1, 1, 128], "form": "nt"},
-    ),
+    "1D1D": ("fp8_gemm", (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1], ONES[0], ONES[0]),
+        {"recipe": [1, 1, 128], "form": "nt"}),
     "rowwise": ("fp8_gemm", (FP8_ONES[0], SCALES[0][:, :1], FP8_ONES[1], SCALES[1][:, :1], HALF_ONES), {"form": "nt"}),
     "tn": ("bf16_gemm", (BF16_ONES[0].t(), BF16_ONES[1].t(), HALF_ONES), {"form": "tn"}),
-    "ends of groups": (
-        "m_grouped_bf16_gemm_contiguous",
+    "ends of groups": ("m_grouped_bf16_gemm_contiguous",
         (BF16_ONES[0], torch.stack([BF16_ONES[1]] * 2), HALF_ONES, torch.tensor([8, 200], dtype=torch.int32)),
-        {"use_psum_layout": True, "form": "nt"},
-    ),
-    "a gate": (
-        "bf16_gemm_epilogue",
-        (*BF16_ONES, HALF_ONES[:, : N // 2]),
-        {"epilogue": "swiglu+clamp:7.0", "form": "nt", "alpha": 1.0},
-    ),
-    "FP8 d, from rows with factors": (
-        "fp8_gemm_epilogue",
-        (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1][:2]),
-        {**TO_FP8, "epilogue": "rows+silu+fp8", "form": "nt", "alpha": 1.0},
-    ),
-    "residual": (
-        "bf16_gemm_epilogue",
-        (*BF16_ONES, HALF_ONES),
-        {"epilogue": "alpha+gelu+residual", "form": "nt", "alpha": 0.5, "residual": HALF_ONES.clone()},
-    ),
-}
+        {"use_psum_layout": True, "form": "nt"}),
+    "a gate": ("bf16_gemm_epilogue", (*BF16_ONES, HALF_ONES[:, : N // 2]),
+        {"epilogue": "swiglu+clamp:7.0", "form": "nt", "alpha": 1.0}),
+    "FP8 d, from rows with factors": ("fp8_gemm_epilogue", (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1][:2]),
+        {**TO_FP8, "epilogue": "rows+silu+fp8", "form": "nt", "alpha": 1.0}),
+    "residual": ("bf16_gemm_epilogue", (*BF16_ONES, HALF_ONES),
+        {"epilogue": "alpha+gelu+residual", "form": "nt", "alpha": 0.5, "residual": HALF_ONES.clone()}),
+}  # fmt: skip
 """Other forms than those of `arguments`: an operator, its first arguments, and others by name."""
 
 

@@ -162,22 +162,16 @@ def set_field(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "another format": lambda body: body.update(format=2),
-    "another schema": lambda body: body.update(schema=99),
-    "a list": lambda body: [body],
-    "no kernels": lambda body: body.pop("kernels") and None,
+    "another format": lambda body: body.update(format=2), "another schema": lambda body: body.update(schema=99),
+    "a list": lambda body: [body], "no kernels": lambda body: body.pop("kernels") and None,
     "kernels of no shape": lambda body: body.update(kernels=[7]),
     "a kernel twice": lambda body: body["kernels"].append(body["kernels"][0]),
-    "a huge size": set_field("cubin_bytes", 1 << 62),
-    "a negative size": set_field("cubin_bytes", -512),
-    "a size that is none": set_field("cubin_bytes", True),
-    "an infinite time": set_field("seconds", {"compile": "x"}),
+    "a huge size": set_field("cubin_bytes", 1 << 62), "a negative size": set_field("cubin_bytes", -512),
+    "a size that is none": set_field("cubin_bytes", True), "an infinite time": set_field("seconds", {"compile": "x"}),
     "a path for a key": set_field("source_key", "../../../../etc/passwd"),
-    "a name that is none": set_field("name", "a/b"),
-    "no resources": set_field("resources", {}),
-    "a wrong SHA-256": set_field("cubin_sha256", "0"),
-    "a version that is none": set_field("cuda", "new"),
-}
+    "a name that is none": set_field("name", "a/b"), "no resources": set_field("resources", {}),
+    "a wrong SHA-256": set_field("cubin_sha256", "0"), "a version that is none": set_field("cuda", "new"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", MANIFESTS)
@@ -216,15 +210,11 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 @pytest.mark.parametrize(
     "extra",
     [
-        member("link", tarfile.SYMTYPE, "/etc/passwd"),
-        member("link", tarfile.LNKTYPE, MANIFEST),
-        member("/tmp/absolute.cubin"),
-        member("../../up.cubin"),
-        member("device", tarfile.CHRTYPE),
-        member(MANIFEST),
+        member("link", tarfile.SYMTYPE, "/etc/passwd"), member("link", tarfile.LNKTYPE, MANIFEST),
+        member("/tmp/absolute.cubin"), member("../../up.cubin"), member("device", tarfile.CHRTYPE), member(MANIFEST),
     ],
     ids=["symlink", "hardlink", "absolute", "dots", "device", "twice"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("place", ["instead", "more"])
 def test_a_member_that_does_not_belong_is_never_served(pack: Path, extra: tarfile.TarInfo, place: str) -> None:
     names = {}

@@ -64,16 +64,13 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.json", "{", "is not JSON"),
-        ("a.yaml", "{", "is not YAML"),
-        ("a.json", "7", "must hold a list"),
-        ("a.json", '[{"n": 1}]', "with n and k"),
-        ("a.json", '[{"n": 0, "k": 128}]', "n of shape 0"),
+        ("a.json", "{", "is not JSON"), ("a.yaml", "{", "is not YAML"), ("a.json", "7", "must hold a list"),
+        ("a.json", '[{"n": 1}]', "with n and k"), ("a.json", '[{"n": 0, "k": 128}]', "n of shape 0"),
         ("a.json", '[{"n": true, "k": 128}]', "n of shape 0"),
         ("a.json", '{"shapes": [{"n": 8, "k": 128, "m": []}]}', "m of shape 0"),
         ("missing.json", None, "cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_bad_files_are_refused_in_words(tmp_path: Path, name: str, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
@@ -178,20 +175,10 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "none",
-        "mish",
-        "bias:e4m3",
-        "silu+silu",
-        "gelu+silu",
-        "alpha+custom:own",
-        "silu+residual+fp8",
-        "clamp:7.0",
-        "silu+interleaved",
-        "swiglu+residual",
-        "silu+custom:own(;) return x;",
+        "", "none", "mish", "bias:e4m3", "silu+silu", "gelu+silu", "alpha+custom:own", "silu+residual+fp8", "clamp:7.0",
+        "silu+interleaved", "swiglu+residual", "silu+custom:own(;) return x;",
     ],
-)
+)  # fmt: skip
 def test_a_text_that_is_no_epilogue_is_refused(text: str) -> None:
     with pytest.raises(InvalidInputError, match="epilogue must be"):
         build.work_of([(512, 256)], epilogue=text)

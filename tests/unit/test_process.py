@@ -169,14 +169,10 @@ def _command(path: str) -> str:
 @pytest.mark.parametrize(
     "output",
     [
-        ": > kernel.cubin",
-        "printf cubin > kernel.cubin",
-        "printf '\\177ELF' > other; ln -s other kernel.cubin",
-        "mkdir kernel.cubin",
-        "mkfifo kernel.cubin",
-        "true",
+        ": > kernel.cubin", "printf cubin > kernel.cubin", "printf '\\177ELF' > other; ln -s other kernel.cubin",
+        "mkdir kernel.cubin", "mkfifo kernel.cubin", "true",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_cubin_is_not_published(tmp_path: Path, scratch: Path, output: str) -> None:
     said = "ptxas info : Compiling entry function 'k' for 'sm_90a'\\nptxas info : Used 8 registers\\n"
     compiler = Nvcc(fake_nvcc(tmp_path / "nvcc", body=f'printf "{said}"; {output}'))

@@ -28,26 +28,17 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     ("arguments", "words"),
     [
         ((X.view(torch.uint8), SF), r"sf must have the shape \(4, 16\) .* pass x.view\(torch.float8_e4m3fn\)"),
-        ((X.float(), SF), "x must be"),
-        ((torch.ones(4, 256).to(torch.float8_e5m2), SF), "x must be"),
-        ((X[0], SF), "x must have 2 dimensions"),
-        ((None, SF), "x must be .* NoneType"),
-        ((X, None), "sf must be"),
-        ((X, SF.bfloat16()), "sf must be"),
-        ((X, SF.int()), "sf must be"),
-        ((X, SF.to("meta")), "device of x"),
-        ((X, SF[0]), "2 dimensions"),
-        ((X, SF, (0, 128)), "granularity must be"),
-        ((X, SF, (1, 128, 1)), "granularity must be"),
-        ((X, SF, (1, 128.0)), "granularity must be"),
-        ((X, SF, 128), "granularity must be"),
-        ((X, SF, (1, 128), torch.int32), "dtype must be"),
-        ((X, SF, (1, 128), FP8), "dtype must be"),
-        ((X, SF, (1, 128), "float32"), "dtype must be"),
+        ((X.float(), SF), "x must be"), ((torch.ones(4, 256).to(torch.float8_e5m2), SF), "x must be"),
+        ((X[0], SF), "x must have 2 dimensions"), ((None, SF), "x must be .* NoneType"), ((X, None), "sf must be"),
+        ((X, SF.bfloat16()), "sf must be"), ((X, SF.int()), "sf must be"), ((X, SF.to("meta")), "device of x"),
+        ((X, SF[0]), "2 dimensions"), ((X, SF, (0, 128)), "granularity must be"),
+        ((X, SF, (1, 128, 1)), "granularity must be"), ((X, SF, (1, 128.0)), "granularity must be"),
+        ((X, SF, 128), "granularity must be"), ((X, SF, (1, 128), torch.int32), "dtype must be"),
+        ((X, SF, (1, 128), FP8), "dtype must be"), ((X, SF, (1, 128), "float32"), "dtype must be"),
         ((freed(torch.ones(4, 256).to(FP8)), SF), "x has no memory: it needs 1024 bytes"),
         ((X, freed(torch.ones(4, 2))), "sf has no memory: it needs 32 bytes"),
     ],
-)
+)  # fmt: skip
 def test_dequantise(arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         dequantise(*arguments)
@@ -137,18 +128,12 @@ FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
     "compiled_dims a tensor": (lambda: deep_gemm.bf16_gemm_nt(*HALF, compiled_dims=MANY), "compiled_dims must be a st"),
     "compiled_dims an array": (lambda: deep_gemm.bf16_gemm_nt(*HALF, compiled_dims=MANY.numpy()), "compiled_dims must"),
     "compiled_dims of fp8": (lambda: deep_gemm.fp8_gemm_nt(*PAIR, D, compiled_dims=MANY), "compiled_dims must be a st"),
-    "no pairs": (
-        lambda: deep_gemm.fp8_gemm_nt(A, SF, *PAIR[1], D),
-        r"^a must be a pair \(tensor, scales\), but it is a torch.float8_e4m3fn tensor",
-    ),
-    "no pairs, grouped": (
-        lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(A, SF, *PAIR[1], D, MANY),
-        "^a must be a pair",
-    ),
-    "recipe a tensor": (
-        lambda: deep_gemm.fp8_gemm_nt(*PAIR, D, recipe=D),
-        r"recipe must be 3 positive integers .* it is a torch.bfloat16 tensor\.$",
-    ),
+    "no pairs": (lambda: deep_gemm.fp8_gemm_nt(A, SF, *PAIR[1], D),
+        r"^a must be a pair \(tensor, scales\), but it is a torch.float8_e4m3fn tensor"),
+    "no pairs, grouped": (lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(A, SF, *PAIR[1], D, MANY),
+        "^a must be a pair"),
+    "recipe a tensor": (lambda: deep_gemm.fp8_gemm_nt(*PAIR, D, recipe=D),
+        r"recipe must be 3 positive integers .* it is a torch.bfloat16 tensor\.$"),
     "shard of one": (lambda: deep_gemm.precompile((8, 256), shard=(0,)), r"shard must be \(i, n\).* it is \(0,\)"),
     "shard a number": (lambda: deep_gemm.precompile((8, 256), shard=3), "shard must be"),
     "jobs": (lambda: deep_gemm.precompile((8, 256), jobs=-1), "jobs must be a whole number from 1 .* it is -1"),
@@ -167,28 +152,20 @@ FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
     "interleaved an array": (lambda: Epilogue(interleaved=MANY.numpy()), "interleaved must be True or False"),
     "activation an array": (lambda: Epilogue(activation=MANY.numpy()), "the activation of an epilogue must be None or"),
     "alpha sparse": (lambda: Epilogue(alpha=torch.ones(1).to_sparse()), "alpha has the layout torch.sparse_coo"),
-    "d a pair of nothing": (
-        lambda: deep_gemm.fp8_gemm_nt(*PAIR, ((), SF[:, :1]), epilogue=Epilogue()),
-        "d must be a torch.Tensor, but it is of type tuple",
-    ),
+    "d a pair of nothing": (lambda: deep_gemm.fp8_gemm_nt(*PAIR, ((), SF[:, :1]), epilogue=Epilogue()),
+        "d must be a torch.Tensor, but it is of type tuple"),
     "no input features": (lambda: nn.BF16Linear(0, 16), "in_features must be a whole number from 1, but it is 0"),
-    "negative input features": (
-        lambda: nn.BF16Linear(-1, 16),
-        "in_features must be a whole number from 1, but it is -1",
-    ),
+    "negative input features": (lambda: nn.BF16Linear(-1, 16),
+        "in_features must be a whole number from 1, but it is -1"),
     "output features a float": (lambda: nn.BF16Linear(16, 1.5), "out_features must be a whole number from 1, .* 1.5"),
     "features a text": (lambda: nn.FP8Linear("x", 16), "in_features must be a multiple of 16, but it is 'x'"),
     "groups a text": (lambda: nn.FP8GroupedLinear("x", 16, 16), "num_groups must be a whole number from 0, .* 'x'"),
     "negative width": (lambda: nn.MoE(-16, 16, 2, 1), "width must be a whole number from 1, .* -16"),
     "top_k a text": (lambda: nn.MoE(16, 16, 2, "1"), "top_k must be a whole number from 1, .* '1'"),
-    "no routing": (
-        lambda: nn.FP8GroupedLinear(2, 256, 16)(HALF[0], None),
-        "routing must be a deep_gemm.nn.Routing, but it is of type NoneType",
-    ),
-    "float32 tokens": (
-        lambda: nn.MoE(256, 16, 2, 1)(torch.ones(4, 256)),
-        r"x must be a torch.bfloat16 tensor \(..., 256\), .* Call .bfloat16\(\) on it",
-    ),
+    "no routing": (lambda: nn.FP8GroupedLinear(2, 256, 16)(HALF[0], None),
+        "routing must be a deep_gemm.nn.Routing, but it is of type NoneType"),
+    "float32 tokens": (lambda: nn.MoE(256, 16, 2, 1)(torch.ones(4, 256)),
+        r"x must be a torch.bfloat16 tensor \(..., 256\), .* Call .bfloat16\(\) on it"),
     "element_size": (lambda: deep_gemm.get_tma_aligned_size(4, MANY), "element_size must be 1, 2, 4, 8 or 16"),
     "block size": (lambda: deep_gemm.set_block_size_multiple_of(None), "value must be a positive integer"),
     "debug path": (lambda: deep_gemm.dump_debug_info("a\0b"), "path must be the path of a file"),
@@ -209,7 +186,7 @@ FOREIGN: dict[str, tuple[Callable[[], object], str]] = {
     "logits_dtype": (lambda: logits(logits_dtype=MANY), "logits_dtype must be torch.float32 or torch.bfloat16"),
     "block_kv": (lambda: METADATA(torch.zeros(2, dtype=torch.int32), MANY, 2), "block_kv must be one of 32, 64"),
     "num_sms": (lambda: METADATA(torch.zeros(2, dtype=torch.int32), 64, 2**40), "num_sms must be a positive number"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -212,26 +212,17 @@ def test_infinity_and_nan_have_no_ceiling() -> None:
         (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2, dtype=torch.int32), False), "x must be a tensor of .*int32"),
         (lambda: q.per_token_cast_to_fp8(torch.ones(2, 2).to(torch.float8_e4m3fn), False), "float8_e4m3fn"),
         (lambda: q.per_token_cast_to_fp8([[1.0]], False), "x must be a torch.Tensor, but it is of type list"),
-        (
-            lambda: q.per_channel_cast_to_fp8(torch.ones(2, 2), False, 0),
-            "gran_k must be a whole number from 1, but it is 0",
-        ),
+        (lambda: q.per_channel_cast_to_fp8(torch.ones(2, 2), False, 0),
+            "gran_k must be a whole number from 1, but it is 0"),
         (lambda: q.per_custom_dims_cast_to_fp8(torch.ones(2, 2), (2,), False), r"dims must name.*\(2,\)"),
-        *(
-            (functools.partial(cast, torch.ones(2, 2), *dims, 1), "use_ue8m0 must be True or False, but it is 1")
-            for cast, dims in (
-                (q.per_token_cast_to_fp8, ()),
-                (q.per_channel_cast_to_fp8, ()),
-                (q.per_block_cast_to_fp8, ()),
-                (q.per_custom_dims_cast_to_fp8, ((0,),)),
-            )
-        ),
-        (
-            lambda: q.dequantise(torch.ones(2, 256).to(torch.float8_e4m3fn), torch.ones(2, 3)),
-            r"shape \(2, 2\).*\(2, 3\)",
-        ),
+        *((functools.partial(cast, torch.ones(2, 2), *dims, 1),
+            "use_ue8m0 must be True or False, but it is 1") for cast,
+            dims in ((q.per_token_cast_to_fp8, ()), (q.per_channel_cast_to_fp8, ()), (q.per_block_cast_to_fp8, ()),
+            (q.per_custom_dims_cast_to_fp8, ((0,),)))),
+        (lambda: q.dequantise(torch.ones(2, 256).to(torch.float8_e4m3fn), torch.ones(2, 3)),
+            r"shape \(2, 2\).*\(2, 3\)"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(call: Callable[[], object], words: str) -> None:
     with pytest.raises(InvalidInputError, match=words):
         call()
@@ -250,18 +241,13 @@ def test_packed_scales_are_for_newer_hardware() -> None:
 
 PUBLIC: dict[str, tuple[str, ...]] = {
     "per_token_cast_to_fp8": ("x", "use_ue8m0", "gran_k", "use_packed_ue8m0"),
-    "per_channel_cast_to_fp8": ("x", "use_ue8m0", "gran_k"),
-    "per_block_cast_to_fp8": ("x", "use_ue8m0", "gran_k"),
+    "per_channel_cast_to_fp8": ("x", "use_ue8m0", "gran_k"), "per_block_cast_to_fp8": ("x", "use_ue8m0", "gran_k"),
     "per_custom_dims_cast_to_fp8": ("x", "dims", "use_ue8m0"),
     "transform_sf_into_required_layout": (
-        *("sf", "mn", "k", "recipe", "num_groups", "is_sfa", "disable_ue8m0_cast", "psum_layout"),
-    ),
-    "get_mn_major_tma_aligned_tensor": ("sf",),
-    "get_tma_aligned_size": ("x", "element_size"),
-    "ceil_div": ("x", "y"),
-    "align": ("x", "y"),
-    "get_theoretical_mk_alignment_for_contiguous_layout": ("expected_m", "num_groups"),
-}
+        *("sf", "mn", "k", "recipe", "num_groups", "is_sfa", "disable_ue8m0_cast", "psum_layout"),),
+    "get_mn_major_tma_aligned_tensor": ("sf",), "get_tma_aligned_size": ("x", "element_size"), "ceil_div": ("x", "y"),
+    "align": ("x", "y"), "get_theoretical_mk_alignment_for_contiguous_layout": ("expected_m", "num_groups"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -44,17 +44,13 @@ def _classes(decorate: Any) -> list[type]:
 
 MADE = {ours.__name__: (ours, theirs) for ours, theirs in zip(_classes(record), _classes(dataclass), strict=True)}
 CALLS: dict[str, Callable[[Any], Any]] = {
-    "repr": lambda c: repr(c(1)),
-    "equal": lambda c: (c(1) == c(1), c(1) == c(2), c(1) == 1, c(1) != c(1)),
+    "repr": lambda c: repr(c(1)), "equal": lambda c: (c(1) == c(1), c(1) == c(2), c(1) == 1, c(1) != c(1)),
     "hash": lambda c: (hash(c(1)) == hash(c(1)), {c(1), c(2)} == {c(2), c(1)}),
     "replace": lambda c: repr(replace(c(1), x=2)),
     "fields": lambda c: [(each.name, each.type, each.repr) for each in fields(c)],
-    "asdict": lambda c: asdict(c(1)),
-    "signature": lambda c: str(inspect.signature(c)),
-    "match": lambda c: c.__match_args__,
-    "copy": lambda c: repr(copy.copy(c(1))),
-    "state": lambda c: vars(c(1)),
-}
+    "asdict": lambda c: asdict(c(1)), "signature": lambda c: str(inspect.signature(c)),
+    "match": lambda c: c.__match_args__, "copy": lambda c: repr(copy.copy(c(1))), "state": lambda c: vars(c(1)),
+}  # fmt: skip
 
 
 def _seen(work: Callable[[], Any]) -> Any:

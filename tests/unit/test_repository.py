@@ -99,13 +99,9 @@ def test_what_make_installs_is_what_the_package_declares() -> None:
 @pytest.mark.parametrize(
     ("option", "group"),
     [
-        ("--lint", "LINT"),
-        ("--dist", "DIST"),
-        ("--docs", "DOCS"),
-        ("--xdist", "XDIST"),
-        ("--sanitizer", "SANITIZE"),
+        ("--lint", "LINT"), ("--dist", "DIST"), ("--docs", "DOCS"), ("--xdist", "XDIST"), ("--sanitizer", "SANITIZE"),
     ],
-)
+)  # fmt: skip
 def test_an_option_installs_its_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, option: str, group: str) -> None:
     def wanted(*arguments: str) -> set[str]:
         module, found = module_of(".ci/bootstrap.py"), set[str]()

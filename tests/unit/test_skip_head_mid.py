@@ -46,18 +46,13 @@ def test_without_k_kept_columns_are_zero() -> None:
         ((0, 64, 0), 960, {}, InvalidInputError, "with left . right above 0"),
         ((128, -1, 128), 960, {}, InvalidInputError, "integers from 0 on"),
         ((128, 64.0, 128), 960, {}, InvalidInputError, "integers from 0 on"),
-        (
-            (128, 64, 100),
-            960,
-            {},
-            InvalidInputError,
-            r"a multiple of the 128 . 100 columns of a head .* b is \(768, 272\)",
-        ),
+        ((128, 64, 100), 960, {}, InvalidInputError,
+            r"a multiple of the 128 . 100 columns of a head .* b is \(768, 272\)"),
         ((128, 64, 128), 768, {}, InvalidInputError, r"\(20, 960\), rows of a by 3 heads of 128 . 64 . 128 columns"),
         ((128, 64, 128), 960, {"recipe": (1, 1, 128)}, UnsupportedError, "not supported by products that skip columns"),
         ((128, 64, 128), 960, {"compiled_dims": "x"}, InvalidInputError, "compiled_dims must be"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(
     splits: Any, columns: int, more: dict[str, Any], error: type[Exception], message: str
 ) -> None:

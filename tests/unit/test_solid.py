@@ -293,21 +293,16 @@ BASE = range(100)
 @pytest.mark.parametrize(
     ("items", "longest", "expected"),
     [
-        ([], 3, []),
-        ([pieces(1)], 3, [None]),
-        ([pieces(1), pieces(2)], 3, [None, None]),
+        ([], 3, []), ([pieces(1)], 3, [None]), ([pieces(1), pieces(2)], 3, [None, None]),
         ([pieces(*BASE), pieces(*BASE)], 3, [None, 0]),
         # The one in the middle is nearest to both others.
         ([pieces(*range(20, 120)), pieces(*range(40, 140)), pieces(*BASE)], 2, [None, 0, 0]),
-        (
-            [pieces(*BASE), pieces(*range(200, 300)), pieces(*BASE, 7000), pieces(*range(200, 300), 8000)],
-            3,
-            [None, None, 0, 1],
-        ),
+        ([pieces(*BASE), pieces(*range(200, 300)), pieces(*BASE, 7000), pieces(*range(200, 300), 8000)], 3,
+            [None, None, 0, 1]),
         # The largest has all that the others need.
         ([pieces(*BASE), pieces(*BASE, *range(500, 540)), pieces(*BASE, *range(500, 540), 9)], 3, [1, None, 1]),
     ],
-)
+)  # fmt: skip
 def test_an_item_comes_after_what_it_resembles(items: list[bytes], longest: int, expected: list[int | None]) -> None:
     assert likeness.parents(items, longest) == expected
 

@@ -128,58 +128,40 @@ def pair(rows: int = M, columns: int = INNER) -> Pair:
 
 OVERLAPPING = torch.zeros(M * INNER + 4 * M * 2, dtype=torch.uint8)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "d of the product's shape": (
-        given(torch.empty(M, 2 * INNER)),
-        r"d must have the shape \(9, 256\), .* gate has half",
-    ),
+    "d of the product's shape": (given(torch.empty(M, 2 * INNER)),
+        r"d must have the shape \(9, 256\), .* gate has half"),
     "c": (given(c=torch.empty(M, INNER)), "c and swiglu cannot be combined: c would have gate's and up's columns"),
-    "residual": (
-        given(residual=torch.empty(M, INNER)),
-        "swiglu and a residual cannot be combined. Add the residual after",
-    ),
+    "residual": (given(residual=torch.empty(M, INNER)),
+        "swiglu and a residual cannot be combined. Add the residual after"),
     "alpha, a tensor": (given(alpha=torch.ones(1)), "alpha must be a number with swiglu, not a tensor"),
-    "bias of half": (
-        given(bias=torch.ones(INNER)),
-        r"bias of the epilogue must have the shape \(512,\), but it has \(256,\)",
-    ),
+    "bias of half": (given(bias=torch.ones(INNER)),
+        r"bias of the epilogue must have the shape \(512,\), but it has \(256,\)"),
     "clamp, negative": (given(clamp=-1.0), "clamp must be a number from 0 that float32 can hold, but it is -1.0"),
     "clamp, too large": (given(clamp=1e39), "clamp must be a number from 0 that float32 can hold"),
     "clamp, a text": (given(clamp="7"), "clamp must be a number from 0 .*, but it is '7'"),
     "clamp of another": (given(activation="silu", clamp=1.0), "clamp is swiglu's limit, but the activation is 'silu'"),
-    "interleaved of another": (
-        given(activation="silu", interleaved=True),
-        "interleaved says how swiglu's rows of b lie, but the activation is 'silu'. Leave it out",
-    ),
+    "interleaved of another": (given(activation="silu", interleaved=True),
+        "interleaved says how swiglu's rows of b lie, but the activation is 'silu'. Leave it out"),
     "interleaved": (given(interleaved=1), "interleaved must be True or False, but it is 1"),
     "use_ue8m0": (given(use_ue8m0=1), "use_ue8m0 must be True or False, but it is 1"),
-    "use_ue8m0 of no FP8": (
-        given(torch.empty(M, INNER, dtype=BF16), use_ue8m0=True),
-        "use_ue8m0 is for the scales of a d of FP8, but d is a torch.bfloat16 tensor. Leave it out, or pass d as",
-    ),
-    "use_ue8m0 alone": (
-        given(torch.empty(M, 2 * INNER), activation=None, use_ue8m0=True),
-        "use_ue8m0 is for the scales of",
-    ),
+    "use_ue8m0 of no FP8": (given(torch.empty(M, INNER, dtype=BF16), use_ue8m0=True),
+        "use_ue8m0 is for the scales of a d of FP8, but d is a torch.bfloat16 tensor. Leave it out, or pass d as"),
+    "use_ue8m0 alone": (given(torch.empty(M, 2 * INNER), activation=None, use_ue8m0=True),
+        "use_ue8m0 is for the scales of"),
     "alpha, too large": (given(alpha=-1e39), "alpha must be a finite number .*, but it is -1e.39. A number is float32"),
     "values": (given((torch.empty(M, INNER), pair()[1])), "the values of d must be torch.float8_e4m3fn, but they are"),
     "values, shape": (given(pair(M, 2 * INNER)), r"d must have the shape \(9, 256\)"),
-    "scales, shape": (
-        given((pair()[0], torch.empty(M, 1))),
-        r"the scales of d must be torch.float32 \(9, 2\), one for",
-    ),
+    "scales, shape": (given((pair()[0], torch.empty(M, 1))),
+        r"the scales of d must be torch.float32 \(9, 2\), one for"),
     "scales, dtype": (given((pair()[0], torch.empty(M, 2).half())), r"the scales of d must be torch.float32 \(9, 2\)"),
     "one of two": (given(pair()[:1]), r"d must be a pair \(tensor, scales\), but it has 1 elements. Pass FP8 values"),
-    "overlap": (
-        given((OVERLAPPING[: M * INNER].view(E4M3).view(M, INNER), OVERLAPPING[: M * 8].view(F32).view(M, 2))),
-        "d and the scales of d share memory",
-    ),
+    "overlap": (given((OVERLAPPING[: M * INNER].view(E4M3).view(M, INNER), OVERLAPPING[: M * 8].view(F32).view(M, 2))),
+        "d and the scales of d share memory"),
     "odd": (
-        lambda: deep_gemm.bf16_gemm_nt(
-            random(M, 8).bfloat16(), random(3, 8).bfloat16(), torch.empty(M, 1), epilogue=Epilogue(activation="swiglu")
-        ),
-        "b must have an even number of rows for swiglu, gate's and then as many of up, but N is 3",
-    ),
-}
+        lambda: deep_gemm.bf16_gemm_nt(random(M, 8).bfloat16(), random(3, 8).bfloat16(), torch.empty(M, 1),
+        epilogue=Epilogue(activation="swiglu")),
+        "b must have an even number of rows for swiglu, gate's and then as many of up, but N is 3"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -190,28 +172,19 @@ def test_what_cannot_be_is_refused_in_a_sentence(name: str) -> None:
 
 
 NO_KERNEL = {
-    "columns": (
-        ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
-        "columns of gate, half of N, must be a multiple of 128",
-    ),
-    "16 bits, N contiguous": (
-        ops.spec(64, 512, 512, 132, "bf16_gemm_nt", majors=("k", "mn"), epilogue="swiglu"),
-        "sm90_half_gated: the layouts of A and B must be NT, not NN",
-    ),
-    "16 bits, odd": (
-        ops.spec(64, 511, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True),
-        "gate has half of B's rows, so that N must be even, not 511",
-    ),
+    "columns": (ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
+        "columns of gate, half of N, must be a multiple of 128"),
+    "16 bits, N contiguous": (ops.spec(64, 512, 512, 132, "bf16_gemm_nt", majors=("k", "mn"), epilogue="swiglu"),
+        "sm90_half_gated: the layouts of A and B must be NT, not NN"),
+    "16 bits, odd": (ops.spec(64, 511, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True),
+        "gate has half of B's rows, so that N must be even, not 511"),
     "16 bits, columns": (
         ops.spec(64, 400, 512, 132, "bf16_gemm_nt", epilogue="swiglu+fp8", output="e4m3", aligned=True),
-        "columns of a D of FP8 must be a multiple of 128, not 200",
-    ),
-    "1D1D": (
-        ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
-        "scales of A and B must be 1x128 and 128x128",
-    ),
+        "columns of a D of FP8 must be a multiple of 128, not 200"),
+    "1D1D": (ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
+        "scales of A and B must be 1x128 and 128x128"),
     "rows of d": (ops.spec(64, 512, 512, 132, epilogue="swiglu", aligned=False), "rows of D must begin on 16-byte"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NO_KERNEL)

@@ -113,13 +113,8 @@ def repeat_a_column(a: torch.Tensor, sfa: torch.Tensor, b: torch.Tensor, sfb: to
 
 
 MUTATIONS = [
-    skip_a_scale,
-    take_the_next_scale,
-    take_the_next_block_of_b,
-    drop_the_last_block,
-    swap_two_rows,
-    repeat_a_column,
-]
+    skip_a_scale, take_the_next_scale, take_the_next_block_of_b, drop_the_last_block, swap_two_rows, repeat_a_column,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("shape", [(8, 24, 272), (40, 136, 7168), (3, 24, 16384)])

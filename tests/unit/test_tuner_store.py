@@ -151,30 +151,17 @@ def body_of(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "body",
     [
-        *(
-            [],
-            "text",
-            None,
-            {},
-            body_of(format=tuner.FORMAT + 1),
-            body_of(times={}),
-            body_of(times=[1.0]),
-            body_of(spec=[]),
-        ),
+        *([], "text", None, {}, body_of(format=tuner.FORMAT + 1), body_of(times={}), body_of(times=[1.0]),
+            body_of(spec=[])),
         *(body_of(times={tuner.label(modelled()[1]): us}) for us in (0.0, -1.0, float("nan"), float("inf"), "x", None)),
         body_of(spec=to_json(SPEC) | {"colour": "blue"}),
         body_of(spec={name: value for name, value in to_json(SPEC).items() if name != "m"}),
-        body_of(spec=to_json(SPEC) | {"a": "e4m3"}),
-        body_of(spec=to_json(replace(SPEC, n=64))),
-        body_of(spec=to_json(SPEC) | {"block_multiple": 1}),
-        body_of(times={tuner.label(modelled()[1]): 10**400}),
-        *(
-            body_of(spec=to_json(SPEC) | {size: x})
-            for size in ("m", "expected_m")
-            for x in ("x", 10**400, 1.5, -1, None)
-        ),
+        body_of(spec=to_json(SPEC) | {"a": "e4m3"}), body_of(spec=to_json(replace(SPEC, n=64))),
+        body_of(spec=to_json(SPEC) | {"block_multiple": 1}), body_of(times={tuner.label(modelled()[1]): 10**400}),
+        *(body_of(spec=to_json(SPEC) | {size: x}) for size in ("m", "expected_m") for x in ("x", 10**400, 1.5, -1,
+            None)),
     ],
-)
+)  # fmt: skip
 def test_a_text_that_is_no_record_is_passed_by_though_its_checksum_holds(cache_dir: Path, body: Any) -> None:
     from deep_gemm.jit.cache import notes
 

@@ -170,16 +170,11 @@ def test_every_call_goes_to_its_own_operands(gpu: FakeGpu, own: CustomGpu, name:
 
 OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8", {"disable_ue8m0_cast": 0}, "disable_ue8m0_cast must be True or False"),
-    ("fp8", {"recipe": None}, ""),
-    ("fp8", {"recipe": (1, 1, 128)}, "scales of b must have the shape"),
-    ("fp8", {"compiled_dims": "n"}, ""),
-    ("fp8", {"pair": iter}, "a must be a pair"),
-    ("fp8", {"pair": list}, ""),
-    ("fp8", {"pair": dict.fromkeys}, "a must be a pair"),
-    ("bf16 epilogue", {"activation": None}, ""),
+    ("fp8", {"recipe": None}, ""), ("fp8", {"recipe": (1, 1, 128)}, "scales of b must have the shape"),
+    ("fp8", {"compiled_dims": "n"}, ""), ("fp8", {"pair": iter}, "a must be a pair"), ("fp8", {"pair": list}, ""),
+    ("fp8", {"pair": dict.fromkeys}, "a must be a pair"), ("bf16 epilogue", {"activation": None}, ""),
     ("bf16 epilogue", {"activation": "mish"}, "the activation of an epilogue must be None or one of 'silu'"),
-    ("bf16 epilogue", {"alpha": -0.0}, ""),
-    ("bf16 epilogue", {"alpha": True}, "alpha must be a finite number"),
+    ("bf16 epilogue", {"alpha": -0.0}, ""), ("bf16 epilogue", {"alpha": True}, "alpha must be a finite number"),
     ("index fp8", {"disable_ue8m0_cast": 0}, "disable_ue8m0_cast must be True or False"),
     ("index fp8", {"pair": iter}, "a must be a pair"),
     ("index fp8", {"use_psum_layout": True}, "grouped_layout must have the shape"),
@@ -190,13 +185,10 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("k fp8", {"recipe": (1.0, 1, 128)}, "recipe must be 3 positive integers"),
     ("k padded", {"compiled_dims": "q"}, "compiled_dims must be"),
     ("rows", {"use_ue8m0": 1}, "use_ue8m0 must be True or False"),
-    ("rows", {"gated": 0}, "gated must be True or False"),
-    ("rows", {"epsilon": True}, "epsilon must be a number"),
-    ("rows", {"epsilon": 1}, ""),
-    ("rows", {"pair": iter}, "out must be a pair"),
-    ("own", {"scale": 1}, ""),
+    ("rows", {"gated": 0}, "gated must be True or False"), ("rows", {"epsilon": True}, "epsilon must be a number"),
+    ("rows", {"epsilon": 1}, ""), ("rows", {"pair": iter}, "out must be a pair"), ("own", {"scale": 1}, ""),
     ("own", {"scale": True}, ""),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("way", ["warm", "replay"])
@@ -290,15 +282,12 @@ def test_other_settings_drop_nothing(gpu: FakeGpu, own: CustomGpu) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda: deep_gemm.set_num_sms(100),
-        lambda: deep_gemm.set_pdl(False),
-        lambda: deep_gemm.set_block_size_multiple_of(64),
-        lambda: deep_gemm.set_batch_invariant(True),
-        lambda: deep_gemm.set_ignore_compile_dims(True),
-        lambda: deep_gemm.set_mk_alignment_for_contiguous_layout(64),
+        lambda: deep_gemm.set_num_sms(100), lambda: deep_gemm.set_pdl(False),
+        lambda: deep_gemm.set_block_size_multiple_of(64), lambda: deep_gemm.set_batch_invariant(True),
+        lambda: deep_gemm.set_ignore_compile_dims(True), lambda: deep_gemm.set_mk_alignment_for_contiguous_layout(64),
     ],
     ids=["num_sms", "pdl", "block_size_multiple_of", "batch_invariant", "ignore_compile_dims", "mk_alignment"],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if "d" in kind.written or name == "own"])
 def test_a_changed_option_of_the_process_is_seen(
     gpu: FakeGpu, own: CustomGpu, name: str, change: Callable[[], None]

@@ -327,20 +327,14 @@ def test_the_message_says_what_to_do(what: str) -> None:
         (lambda: deep_gemm.bf16_gemm_nn(bf16(M, K).float(), bf16(K, N), bf16(M, N)), "a of bf16_gemm_nn must be"),
         (lambda: deep_gemm.fp16_gemm_tn(bf16(K, M), bf16(K, N), bf16(M, N)), "a of fp16_gemm_tn must be"),
         (lambda: deep_gemm.bf16_gemm_tt(bf16(K, M), bf16(N, K), bf16(M, N).half()), "d of bf16_gemm_tt must be"),
-        (
-            lambda: deep_gemm.m_grouped_bf16_gemm_nn_contiguous(
-                bf16(256, K), bf16(2, K, N).half(), bf16(256, N), torch.zeros(256, dtype=I32)
-            ),
-            "b of m_grouped_bf16_gemm_nn_contiguous must be",
-        ),
+        (lambda: deep_gemm.m_grouped_bf16_gemm_nn_contiguous(bf16(256, K), bf16(2, K, N).half(), bf16(256, N),
+            torch.zeros(256, dtype=I32)), "b of m_grouped_bf16_gemm_nn_contiguous must be"),
         (einsum(a=bf16(M, 3, K).half()), "a of einsum bhr,hdr->bhd must be torch.bfloat16"),
         (einsum(d=bf16(M, 3, N).half()), "d of einsum bhr,hdr->bhd must be torch.bfloat16 or torch.float32"),
-        (
-            lambda: deep_gemm.einsum("bmk,bnk->mn", bf16(2, M, K).half(), bf16(2, N, K), bf16(M, N)),
-            "a of einsum bmk,bnk->mn must be torch.bfloat16",
-        ),
+        (lambda: deep_gemm.einsum("bmk,bnk->mn", bf16(2, M, K).half(), bf16(2, N, K), bf16(M, N)),
+            "a of einsum bmk,bnk->mn must be torch.bfloat16"),
     ],
-)
+)  # fmt: skip
 def test_messages_name_the_function_that_was_called(call: Callable[[], object], called: str) -> None:
     with pytest.raises(deep_gemm.DeepGemmError) as caught:
         call()
