@@ -11,8 +11,8 @@ from .records import record
 
 @record(frozen=True)
 class ArchSpec:
-    """Limits of one architecture, as its vendor publishes them: CUDA C++ Programming Guide, "Technical Specifications per
-    Compute Capability". Sizes in bytes, per CTA or per SM as named. ``num_sms``: of a common GPU of it."""
+    """Limits of one architecture, as its vendor publishes them: CUDA C++ Programming Guide, "Technical Specifications
+    per Compute Capability". Sizes in bytes, per CTA or per SM as named. ``num_sms``: of a common GPU of it."""
 
     name: str
     capability: tuple[int, int]
@@ -37,16 +37,14 @@ SM90 = ArchSpec(
     shared_reserved_per_cta=1024,
 )
 
-SM80 = replace(
-    SM90, name="sm_80", capability=(8, 0), num_sms=108, shared_per_cta=163 * 1024, shared_per_sm=164 * 1024
-)
+SM80 = replace(SM90, name="sm_80", capability=(8, 0), num_sms=108, shared_per_cta=163 * 1024, shared_per_sm=164 * 1024)
 SM86 = replace(SM90, name="sm_86", capability=(8, 6), num_sms=82, shared_per_cta=99 * 1024, shared_per_sm=100 * 1024)
 SM89 = replace(SM86, name="sm_89", capability=(8, 9), num_sms=128)
 SM100 = replace(SM90, name="sm_100a", capability=(10, 0), num_sms=148)
 SM103 = replace(SM90, name="sm_103a", capability=(10, 3), num_sms=148)
 SM120 = replace(SM86, name="sm_120a", capability=(12, 0), num_sms=170)
 
-_ARCHS = {spec.name: spec for spec in (SM80, SM86, SM89, SM90, SM100, SM103, SM120)}
+_ARCHS = {spec.name: spec for spec in (SM90, SM80, SM86, SM89, SM100, SM103, SM120)}
 
 DEFAULT = SM90
 """What kernels are compiled for where no GPU and no argument says another."""
@@ -59,7 +57,7 @@ WITHOUT_KERNELS = (
 
 
 def names() -> tuple[str, ...]:
-    """All architectures. A kernel family says for which of them it is built."""
+    """All architectures, `DEFAULT` first: the targets of kernels without instructions that some lack."""
     return tuple(_ARCHS)
 
 
@@ -70,7 +68,7 @@ def get(name: str) -> ArchSpec:
     except KeyError:
         known = ", ".join(_ARCHS)
         raise InvalidInputError(
-            f"arch is {name!r}, but it must be one of {known}: the compute capability of the GPU, with an a from 9.0 on."
+            f"arch is {name!r}, but it must be one of {known}: the GPU's compute capability, with an a from 9.0 on."
         ) from None
 
 
@@ -79,7 +77,7 @@ def for_capability(capability: tuple[int, int], device_name: str = "this GPU") -
     for spec in _ARCHS.values():
         if spec.capability == capability:
             return spec
-    have = ", ".join(f"{s.capability[0]}.{s.capability[1]}" for s in _ARCHS.values())
+    have = ", ".join(f"{major}.{minor}" for major, minor in sorted(spec.capability for spec in _ARCHS.values()))
     raise UnsupportedError(
         f"{device_name} has compute capability {capability[0]}.{capability[1]}, and deep_gemm supports {have} only. "
         f"{WITHOUT_KERNELS}"
@@ -99,9 +97,19 @@ def target(index: int) -> str:
     """The compiler's name for CUDA device ``index``, with kernels of ours or without: "sm_90a", "sm_80"."""
     import torch
 
-    major, minor = torch.cuda.get_device_capability(index)
+    return target_of(*torch.cuda.get_device_capability(index))
+
+
+def target_of(major: int, minor: int) -> str:
+    """The compiler's name for a compute capability."""
     # From Hopper on, instructions such as wgmma belong to one architecture alone, and its name ends in "a".
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
+
+
+def has_dependent_launch(target: str) -> bool:
+    """Whether kernels for a compiler target may be launched before the previous kernel has ended (programmatic
+    dependent launch)."""
+    return int("".join(filter(str.isdigit, target))) >= 90
 
 
 @functools.cache

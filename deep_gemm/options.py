@@ -7,12 +7,18 @@ the exception: plans and remembered calls of both positions are kept side by sid
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .arch import DEFAULT, device_sms
 from .errors import InvalidInputError
 from .listeners import Listeners
 from .settings import settings
+
+if TYPE_CHECKING:
+    from .params import GemmConfig
 
 
 @dataclass
@@ -24,6 +30,7 @@ class _Options:
     block_multiple: tuple[int, int] = (1, 1)
     batch_invariant: bool = False
     measured_times: bool = False
+    wanted: Callable[[GemmConfig], bool] | None = None
 
 
 _options = _Options()
@@ -36,6 +43,24 @@ def use_measured_times() -> None:
     were made before."""
     _options.measured_times = True
     changed()
+
+
+@contextmanager
+def only(wanted: Callable[[GemmConfig], bool]) -> Iterator[None]:
+    """Inside, products are computed by configs for which ``wanted`` is true, whatever is faster. A product that has
+    none raises UnsupportedError. For tests of configs; all threads are affected."""
+    _options.wanted = wanted
+    changed()
+    try:
+        yield
+    finally:
+        _options.wanted = None
+        changed()
+
+
+def wanted() -> Callable[[GemmConfig], bool] | None:
+    """The condition of `only`, if any."""
+    return _options.wanted
 
 
 def measured_times() -> bool:

@@ -54,7 +54,7 @@ class RowsRun:
 
     @property
     def params(self) -> KernelParams:
-        return ROWS.params(self.spec, ROWS.config_of(self.spec), SM90)
+        return ROWS.params(self.spec, ROWS.config_of(self.spec, SM90), SM90)
 
     def is_right(self, function: Function, launches: int = 1) -> bool:
         """Whether the result is right, and that of each launch the same. Later ones are dependent launches."""

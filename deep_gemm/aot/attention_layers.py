@@ -31,12 +31,13 @@ def indexers(layers: Iterable[Layer]) -> set[tuple[int, int]]:
 
 def kernels_of(layers: Iterable[Layer], arch: ArchSpec) -> list[KernelParams]:
     """Logits of prompts and of pages, and their schedule; and products of hyper-connections, for every M and every
-    number of splits. None for sizes that have no kernel."""
+    number of splits. None for sizes that have no kernel. Raises UnsupportedError if ``arch`` has none at all."""
     found: list[KernelParams] = []
     known = list(layers)
     for n, k in sorted({(layer.n, layer.k) for layer in known if layer.name.rpartition(".")[2] in HYPER}):
         product = PrenormSpec(1, n, k)
         if PRENORM.refuses(product) is None:
+            kernels.for_helper(product, arch)
             found += [PRENORM.params(product, config, arch) for config in PRENORM.configs(arch, n)]
     for heads, size in sorted(indexers(known)):
         if heads not in HEADS or size not in DIMS:

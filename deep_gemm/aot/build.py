@@ -74,7 +74,7 @@ def kernels_of(
     if why := refusal(shape.n, shape.k, shape.op, shape.groups):
         raise InvalidInputError(f"{shape} cannot be served: {why}")
     found: dict[KernelParams, None] = {}
-    for card in cards.default(num_sms) if on is None else on:
+    for card in cards.default(num_sms, spec.name) if on is None else on:
         rank = functools.partial(select.rank, arch=spec, calibration=card.calibration)
         known: dict[Spec, KernelParams] = {}
         for each in _launches(shape, spec, card, num_sms):
@@ -86,7 +86,7 @@ def kernels_of(
             known[each] = _chosen(each, spec, rank)
         found |= dict.fromkeys(known.values())
     for device in tuner.devices() if options.measured_times() else ():
-        card = cards.named(device)
+        card = cards.named(device, spec.name)
         rank = functools.partial(tuner.rank, arch=spec, calibration=card.calibration, device=device)
         found |= dict.fromkeys(_chosen(each, spec, rank) for each in _launches(shape, spec, card, num_sms))
     return list(found)
@@ -119,7 +119,7 @@ def choose(
     """The kernels that calls of these shapes would use on the GPU models `on` (`cards.default` if None), with `num_sms`
     SMs (all of the GPU if None); helpers that any call may need; and the kernels of the `layers`' indexers. `fused`:
     also those of `deep_gemm.fused` for the inputs of dense layers."""
-    spec, models = archs.get(arch), tuple(cards.default(num_sms) if on is None else on)
+    spec, models = archs.get(arch), tuple(cards.default(num_sms, arch) if on is None else on)
     wanted: dict[KernelParams, list[GemmShape]] = {}
     impossible = []
     for shape in dict.fromkeys(shapes):
@@ -131,12 +131,15 @@ def choose(
             for params in found:
                 wanted.setdefault(params, []).append(shape)
     helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
-    cases = [params for name in sorted(helpers) for params in kernels.get(name).precompile_cases()]
-    wanted |= {params: [] for params in cases if params.arch == arch}
-    wanted |= {params: [] for params in attention_layers.kernels_of(layers, spec)}
+    able = [kernel for kernel in map(kernels.get, sorted(helpers)) if arch in kernel.archs]
+    wanted |= {params: [] for kernel in able for params in kernel.precompile_cases(spec)}
+    try:
+        wanted |= {params: [] for params in attention_layers.kernels_of(layers, spec)}
+    except UnsupportedError as error:
+        impossible.append(Outcome("no kernel of the layers' indexers", (), error=error))
     for dtype in ("bf16", "f16") if fused else ():
         widths = {x.k for x in layers if x.op in DENSE_OPS and (x.op == OPS["float16"]) == (dtype == "f16")}
-        wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), dtype) if params.arch == arch}
+        wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), spec, dtype)}
     return KernelsToBuild({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 

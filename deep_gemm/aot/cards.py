@@ -19,14 +19,15 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU model, by the driver's name for it, and its number of SMs."""
+    """A GPU model, by the driver's name for it, its number of SMs, and its compiler target."""
 
     device: str
     sms: int
+    arch: str = archs.DEFAULT.name
 
     @property
     def calibration(self) -> Calibration:
-        return calibration.for_device(self.device, self.sms)
+        return calibration.for_device(self.device, self.sms, arch=self.arch)
 
     @property
     def name(self) -> str:
@@ -34,43 +35,56 @@ class Card:
         return next((sheet.name for sheet in sheets.SHEETS if sheet.device == self.device), self.device)
 
 
-def named(device: str) -> Card:
-    """The card with the driver's name `device`; its SMs are those of the nearest spec sheet."""
-    return Card(device, sheets.for_device(device).sms)
+def named(device: str, arch: str = archs.DEFAULT.name) -> Card:
+    """The card with the driver's name `device`; its SMs are those of the nearest spec sheet of GPUs of `arch`."""
+    return Card(device, sheets.for_device(device, arch=arch).sms, arch)
 
 
-def every() -> tuple[Card, ...]:
-    """All GPU models with a spec sheet or a calibration."""
-    return _once([*_calibrated(), *(Card(sheet.device, sheet.sms) for sheet in sheets.SHEETS)])
+def every(arch: str = archs.DEFAULT.name) -> tuple[Card, ...]:
+    """All GPU models of `arch` with a spec sheet or a calibration."""
+    return _once([*_calibrated(arch), *_of_sheets(arch)])
 
 
-def parse(names: Iterable[str]) -> tuple[Card, ...]:
+def parse(names: Iterable[str], arch: str = archs.DEFAULT.name) -> tuple[Card, ...]:
     """The cards of these names: "H20" or "NVIDIA H20"; "all" are all of `every`. Raises InvalidInputError."""
     found: list[Card] = []
     for name in names:
-        known = [card for card in every() if name.lower() in ("all", card.name.lower(), card.device.lower())]
+        known = [card for card in every(arch) if name.lower() in ("all", card.name.lower(), card.device.lower())]
         if not known:
-            listed = ", ".join(card.name for card in every())
-            raise InvalidInputError(f"A card must be one of {listed}, or all, but it is {shown(name)}.")
+            listed = ", ".join(card.name for card in every(arch))
+            raise InvalidInputError(f"A card of {arch} must be one of {listed}, or all, but it is {shown(name)}.")
         found += known
     return _once(found)
 
 
-def default(num_sms: int | None = None) -> tuple[Card, ...]:
-    """All models with a calibration (H100, H200), the GPUs here, and models with just `num_sms` SMs."""
-    alike = [Card(sheet.device, sheet.sms) for sheet in sheets.SHEETS if sheet.sms == num_sms]
-    return _once([*_calibrated(), *here(), *alike])
+def default(num_sms: int | None = None, arch: str = archs.DEFAULT.name) -> tuple[Card, ...]:
+    """All models of `arch` with a calibration (H100, H200), the GPUs here, and models with just `num_sms` SMs. If none
+    has a calibration, all with a spec sheet."""
+    alike = [card for card in _of_sheets(arch) if card.sms == num_sms]
+    return _once([*(_calibrated(arch) or _of_sheets(arch)), *here(arch), *alike])
 
 
-def here() -> list[Card]:
+def here(arch: str = archs.DEFAULT.name) -> list[Card]:
+    """The GPUs of `arch` in this machine."""
     import torch
 
     if torch.cuda.is_initialized():
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        hopper = archs.SM90.capability  # all spec sheets are of such GPUs
-        return [Card(x.name, x.multi_processor_count) for x in found if (x.major, x.minor) == hopper]
+        able = [each for each in found if archs.target_of(each.major, each.minor) == arch]
+        return [Card(each.name, each.multi_processor_count, arch) for each in able]
     names = {match[1].strip() for text in _descriptions() if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE))}
-    return [named(name) for name in sorted(names) if re.search(r"\bG?H[0-9]", name)]
+    return [named(name, arch) for name in sorted(names) if _arch_of(name) == arch]
+
+
+def _arch_of(device: str) -> str:
+    """The compiler target of a GPU model; "" if its name says nothing."""
+    if re.search(r"\bG?H[0-9]", device):
+        return archs.SM90.name
+    return next((sheet.arch for sheet in sheets.SHEETS if sheet.device == device), "")
+
+
+def _of_sheets(arch: str) -> list[Card]:
+    return [Card(sheet.device, sheet.sms, arch) for sheet in sheets.of_arch(arch)]
 
 
 def _descriptions() -> list[str]:
@@ -80,9 +94,11 @@ def _descriptions() -> list[str]:
         return []
 
 
-def _calibrated() -> list[Card]:
-    names = {calibration.file_of(sheet.device): sheet.device for sheet in sheets.SHEETS}
-    return [named(names.get(path, path.stem)) for path in sorted(calibration.FOLDER.glob("*.json"))]
+def _calibrated(arch: str) -> list[Card]:
+    """A file of a model without a spec sheet is taken for one of the default target."""
+    known = {calibration.file_of(sheet.device): (sheet.device, sheet.arch) for sheet in sheets.SHEETS}
+    found = [known.get(path, (path.stem, archs.DEFAULT.name)) for path in sorted(calibration.FOLDER.glob("*.json"))]
+    return [named(device, arch) for device, of in found if of == arch]
 
 
 def _once(found: Iterable[Card]) -> tuple[Card, ...]:

@@ -59,7 +59,7 @@ def kernels_of(arch: str = archs.DEFAULT.name) -> list[KernelParams]:
             for family, config in ranked(asked, spec):
                 found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
-        found |= dict.fromkeys(params for params in kernel.default_cases() if params.arch == arch)
+        found |= dict.fromkeys(kernel.default_cases(spec) if arch in kernel.archs else ())
     return sorted(found, key=lambda params: (params.kernel, str(params)))
 
 

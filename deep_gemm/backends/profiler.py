@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from ..arch import SM80, target_of
 from ..select import sheets
 from ..testing import timing
 from .registry import Call, Dims, Operation, Rate
@@ -37,9 +38,11 @@ def roof(device: torch.device) -> Roof | None:
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)
-    sheet = sheets.for_device(found.name, found.multi_processor_count)
+    target = target_of(found.major, found.minor)
+    sheet = sheets.for_device(found.name, found.multi_processor_count, arch=target)
     name = sheet.name if sheet.device == found.name else f"{sheet.name}, the nearest that is known to {found.name}"
-    plain = sheet.sms * sheet.clock_ghz * 128 * 2 / 1e3  # 128 float32 multiply-adds per SM and clock
+    each = 64 if sheet.arch == SM80.name else 128  # float32 multiply-adds of an SM in a clock
+    plain = sheet.sms * sheet.clock_ghz * each * 2 / 1e3
     peaks: dict[Rate, float] = {"fp8": sheet.tensor_tflops, "half": sheet.tensor_tflops / 2, "float32": plain}
     return Roof(name, sheet.hbm_gb_per_s, peaks)
 

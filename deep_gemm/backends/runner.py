@@ -119,6 +119,8 @@ class Runner:
         try:
             kernel(*operands)
             self._wait()
+        except UnsupportedError as error:
+            return replace(row, status="skipped", why=str(error))
         except Exception as error:  # other libraries may raise anything
             self._lose_context(kernel.name)
             if not self.lost:

@@ -53,6 +53,12 @@ def _rounds(size: int, ctas: int) -> int:
     return max(1, -(-size // (ctas * STAGE_BYTES)))
 
 
+def runs_on(device: int) -> bool:
+    """Whether CUDA device ``device`` has bulk copies, and shared memory for the ring."""
+    found = arch.for_device(device)
+    return found.capability >= (9, 0) and found.shared_per_cta >= SHARED_BYTES
+
+
 def request(target: str) -> BuildRequest:
     """The kernel, for `target`, with the sizes of this module."""
     sizes = {"STAGES": STAGES, "CONSUMERS": THREADS - 32, "BARRIER_BYTES": BARRIER_BYTES}

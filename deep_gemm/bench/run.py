@@ -87,7 +87,7 @@ def measure(shape: GemmShape, mode: str, names: Sequence[str] = ()) -> Row:
             us = timing.flush({name: sets[0] for name, sets in calls.items()})
         elif mode == "graph":
             us = timing.graph(calls)
-            if shape.m <= FLOOR_MAX_M and operands[0].b.is_cuda:
+            if shape.m <= FLOOR_MAX_M and operands[0].b.is_cuda and floor.runs_on(operands[0].b.get_device()):
                 weights = [x.b for x in operands]
                 us["floor"] = floor.read_floor_us(weights)
                 us["floor_overlapped"] = floor.read_floor_us(weights, overlapped=True)

@@ -37,14 +37,23 @@ OTHER_DISTRIBUTIONS = ("deep-gemm", "deepgemm", "sgl-deep-gemm")
 
 
 @click.command("doctor")
+@click.option("--verify", is_flag=True, help="Run this GPU's kernels, check and time them: at most two minutes.")
 @json_option
-def command(as_json: bool) -> None:
+def command(verify: bool, as_json: bool) -> None:
     """Say what was found: GPU, driver, compilers, cache, and what is used and why.
 
     Each compiler compiles a one-line kernel; one that cannot is not used. The last lines say what to do. Exits with 1
     if kernels can be neither compiled nor taken from a pack, or if something dangerous was found. A missing GPU is no
     problem.
+
+    With --verify it checks every kernel that the GPU has against torch and float64, times it beside cuBLASLt, and
+    prints a report. Exits with 1 if a result is wrong, or if there is no GPU.
     """
+    if verify:
+        from deep_gemm.cli.verify import run  # here: it imports torch and all backends
+
+        run(as_json)
+        return
     with busy("trying each compiler"):
         report = examine()
     if as_json:

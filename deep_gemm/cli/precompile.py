@@ -131,7 +131,7 @@ def command(
         raise click.UsageError("nothing to compile: give --shape or --model")
     ms = inputs.parse_sizes(m_text, "--m") if m_text is not None else None
     part = shard.parse(shard_text) if shard_text is not None else None
-    on = cards.parse(models) if models else cards.default(num_sms)
+    on = cards.parse(models, arch) if models else cards.default(num_sms, arch)
     # --shape takes shapes only, even if a file of that name exists.
     layers.check_op(op, grouped=True)
     asked: list[Any] = [replace(workload.parse(text), op=op or layers.FP8, groups=groups) for text in texts]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
+from .. import arch as archs
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import NUMBERS, LaunchArgument, LaunchShape, Map, Pointer
@@ -21,6 +22,9 @@ Numbers: TypeAlias = Mapping[str, float | tuple[int, ...]]
 """Numbers by name that a launch takes besides sizes and strides, such as alpha."""
 
 NO_NUMBERS: Numbers = MappingProxyType({})
+
+EVERY_ARCH = archs.names()
+"""The targets of kernels that need no instruction of one architecture."""
 
 
 def integers(numbers: Numbers, name: str) -> tuple[int, ...]:
@@ -102,9 +106,14 @@ class KernelFamily(ABC):
     template: str
     """File name of the template, in ``templates/kernels``."""
     archs: tuple[str, ...] = (SM90.name,)
-    """Compiler targets that the family can be built for."""
+    """Compiler targets that the family can be built for. Tests compile its cases for the first one."""
     mma_instruction: str = ""
     """The tensor-core instruction that the SASS must contain; empty for a kernel without one."""
+
+    @property
+    def arch(self) -> ArchSpec:
+        """The first of its targets."""
+        return archs.get(self.archs[0])
 
     @abstractmethod
     def refuses(self, spec: Spec) -> str | None:
@@ -145,17 +154,18 @@ class KernelFamily(ABC):
         """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
 
     @abstractmethod
-    def cases(self) -> list[KernelParams]:
-        """The instances that tests compile and run: every template branch at least once."""
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
+        """The instances that tests compile and run: every template branch at least once. They are for the first of its
+        targets if ``arch`` is None."""
 
-    def precompile_cases(self) -> list[KernelParams]:
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """The instances that calls before a dense GEMM can need (see `ops.helpers`)."""
-        return self.cases()
+        return self.cases(arch)
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """The instances that calls with default options can need, but for those of a `GemmFamily`, which depend on the
         operation (see `aot.shipped`)."""
-        return self.cases()
+        return self.cases(arch)
 
     def describe(self, config: Config) -> str:
         """``config`` as a short text for people."""

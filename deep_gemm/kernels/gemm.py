@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from .. import arch as archs
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape
@@ -62,11 +61,6 @@ class GemmFamily(KernelFamily):
     varied: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
     serving_options: Callable[[GemmConfig], Mapping[str, Any]] = lambda config: {}
     archs: tuple[str, ...] = (SM90.name,)
-
-    @functools.cached_property
-    def arch(self) -> ArchSpec:
-        """The first of its targets, for which `config` and `case` are by default."""
-        return archs.get(self.archs[0])
 
     @property
     def template(self) -> str:  # type: ignore[override]
@@ -244,11 +238,9 @@ class GemmFamily(KernelFamily):
         table = groups.table_bytes(params.grouping, params.segments)
         return replace(params, config=self.rules.fitted(params, table, arch))
 
-    def cases(self) -> list[KernelParams]:
-        """The serving set, and `varied`, for each target."""
-        return [params for name in self.archs for params in self._cases(archs.get(name))]
-
-    def _cases(self, arch: ArchSpec) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
+        """The serving set, and `varied`."""
+        arch = arch or self.arch
         configs = self.configs(arch)
         serving = [self.case(config, arch, **self.serving_options(config)) for config in configs]
         has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
@@ -258,7 +250,7 @@ class GemmFamily(KernelFamily):
         varied = [self.case(self.config(*tile, arch=arch), arch, **more) for tile, more in self.varied]
         return serving + varied + finished
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """None of its own: see `KernelFamily.default_cases`."""
         return []
 

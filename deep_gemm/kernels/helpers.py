@@ -21,7 +21,7 @@ from ..spec import (
     align,
     ceil_div,
 )
-from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
+from .base import EVERY_ARCH, Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 Grid: TypeAlias = tuple[int, int, int]
 
@@ -41,7 +41,7 @@ class Helper(KernelFamily):
     """The grid, and the values of the arguments, for a config, a spec and strides."""
     constant_names: tuple[str, ...] = ()
     """The fields of the config that its template has."""
-    archs: tuple[str, ...] = (SM90.name,)
+    archs: tuple[str, ...] = EVERY_ARCH
 
     @property
     def template(self) -> str:  # type: ignore[override]
@@ -76,8 +76,8 @@ class Helper(KernelFamily):
     def entry(self, params: KernelParams) -> str:
         return self.name
 
-    def cases(self) -> list[KernelParams]:
-        return [KernelParams(kernel=self.name, arch=arch, config=self.config) for arch in self.archs]
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
+        return [KernelParams(kernel=self.name, arch=(arch or self.arch).name, config=self.config)]
 
 
 def _looped(most: int, rows: int, columns: int, config: TileConfig) -> Grid:
@@ -194,6 +194,7 @@ K_GROUP_MAPS = Helper(
     name="k_group_maps",
     spec=KGroupMapsSpec,
     what="it makes tensor maps of groups along K",
+    archs=(SM90.name,),
     config=TileConfig("k_group_maps", tile_rows=1, tile_columns=1, num_threads=32),
     given=parse_arguments(
         "TensorMap map_a=a, TensorMap map_b=b, const u8* a, const u8* b, u32 m, u32 n, u32 padded_k, u32 row_bytes_a, "
@@ -207,6 +208,7 @@ LOGITS_SCHEDULE = Helper(
     name="paged_mqa_logits_metadata",
     spec=LogitsScheduleSpec,
     what="it makes schedules of paged logits",
+    archs=(SM90.name,),
     config=TileConfig("paged_mqa_logits_metadata", tile_rows=1, tile_columns=1, num_threads=256),
     given=parse_arguments("const int* lengths, i64 stride, u32 offset, u32 batch, u32 slots, u32* schedule"),
     launched=_logits_schedule,

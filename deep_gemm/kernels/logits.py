@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..arch import SM90, ArchSpec
+from .. import arch as archs
+from ..arch import ArchSpec
 from ..jit.driver.launch import Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
@@ -85,7 +86,7 @@ class LogitsFamily(KernelFamily):
         """As many stages as fit, the same number for each consumer."""
         config = self.typed(params)
         rest = self._shared(config, 0)
-        fit = (SM90.shared_per_cta - rest) // (self._shared(config, 1) - rest)
+        fit = (archs.get(params.arch).shared_per_cta - rest) // (self._shared(config, 1) - rest)
         return min(MAX_STAGES, fit) // config.num_consumers * config.num_consumers
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -132,16 +133,16 @@ class LogitsFamily(KernelFamily):
         """Queries of a product."""
         return f"q{config.tile[0]}"
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Every config, with float32 results; with bf16 those of 128 elements, as public models have."""
         every = [
-            KernelParams(self.name, SM90.name, config, output=output)
-            for config in self.configs(SM90)
+            KernelParams(self.name, arch.name, config, output=output)
+            for config in self.configs(arch)
             for output in OUTPUTS
         ]
         return [params for params in every if params.output == OUTPUTS[0] or self.typed(params).dim == DIMS[0]]
 
-    def precompile_cases(self) -> list[KernelParams]:
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..arch import SM90, ArchSpec
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..spec import Blocks, Dtype, QuantizeSpec, Spec, ceil_div
-from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
+from .base import EVERY_ARCH, Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 TILE = 128
 
@@ -57,6 +58,7 @@ class QuantizeFamily(KernelFamily):
     """See ``templates/include/quantize_rows.cuh`` and ``quantize_tile.cuh``."""
 
     name = "quantize"
+    archs = EVERY_ARCH
     template = "quantize.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
@@ -79,18 +81,18 @@ class QuantizeFamily(KernelFamily):
 
     def configs(self, arch: ArchSpec) -> tuple[TileConfig, ...]:
         """See `config_of`."""
-        return TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS
+        return tuple(_on(each, arch) for each in (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS))
 
-    def config_of(self, spec: QuantizeSpec, arch: ArchSpec = SM90) -> TileConfig:
+    def config_of(self, spec: QuantizeSpec, arch: ArchSpec) -> TileConfig:
         """One config for each kind of cast. A thread holds 16-bit elements in half as many registers as float32, which
         gated elements are too."""
         floats = spec.gated or spec.dtype == "f32"
         if not _is_of_rows(spec.plain, spec.transposed):
-            return TILES_OF_FLOATS if floats else TILES
+            return _on(TILES_OF_FLOATS if floats else TILES, arch)
         size = spec.rows * spec.columns
         if size <= SOME:
             return FEW_ROWS if size <= FEW else SOME_ROWS
-        return ROWS_OF_FLOATS if floats else TILES
+        return _on(ROWS_OF_FLOATS if floats else TILES, arch)
 
     def params(self, spec: QuantizeSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
         """See `KernelFamily.params`. Adds the input's type and the outputs."""
@@ -172,7 +174,7 @@ class QuantizeFamily(KernelFamily):
         tile = self.describe(params.config) if _is_of_rows(p.plain, p.transposed) else ""
         return "_".join(filter(None, [*parts, f"t_{p.transposed}" if p.transposed != "none" else "", tile]))
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each kind of output, each useful pair of outputs, each type of input, and each config."""
         specs = [
             *(QuantizeSpec(8192, 8192, "bf16", plain, "none") for plain in BLOCKS),
@@ -190,9 +192,10 @@ class QuantizeFamily(KernelFamily):
             QuantizeSpec(64, 8192, "bf16", "row", "none"),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
         ]
-        return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
+        arch = arch or self.arch
+        return [self.params(spec, self.config_of(spec, arch), arch) for spec in specs]
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Each output, or pair of them, of each type of input, as `deep_gemm.quantize` has them."""
         specs = [
             QuantizeSpec(rows, 8192, dtype, plain, transposed, gated, source_rows=source, factors=factors)
@@ -202,11 +205,11 @@ class QuantizeFamily(KernelFamily):
             for source, factors in itertools.product((None, 1), (False, True))
         ]
         able = [spec for spec in specs if self.refuses(spec) is None]
-        return list(dict.fromkeys(self.params(spec, self.config_of(spec), SM90) for spec in able))
+        return list(dict.fromkeys(self.params(spec, self.config_of(spec, arch), arch) for spec in able))
 
-    def precompile_cases(self) -> list[KernelParams]:
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Those without an index of rows and without factors, which are for experts."""
-        return [params for params in self.cases() if not (_variant(params).gathered or _variant(params).factors)]
+        return [params for params in self.cases(arch) if not (_variant(params).gathered or _variant(params).factors)]
 
 
 def _variant(params: KernelParams) -> Variant:
@@ -217,6 +220,16 @@ def _tile(params: KernelParams) -> TileConfig:
     if not isinstance(params.config, TileConfig):
         raise TypeError(f"quantize takes a TileConfig, not a {type(params.config).__name__}")
     return params.config
+
+
+def _on(config: TileConfig, arch: ArchSpec) -> TileConfig:
+    """``config`` with as many CTAs on an SM as have enough registers. Conversions by software take more of them, and
+    the compiler takes more for compute capability 10."""
+    if arch.capability < (8, 9):
+        fewer = {TILES: 2}
+    else:
+        fewer = {ROWS_OF_FLOATS: 2, TILES_OF_FLOATS: 1} if arch.capability[0] == 10 else {}
+    return replace(config, ctas_per_sm=fewer.get(config, config.ctas_per_sm))
 
 
 def _is_of_rows(plain: str, transposed: str) -> bool:

@@ -8,12 +8,12 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from ..arch import SM90, ArchSpec
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
 from ..records import record
 from ..spec import Dtype, RowsSpec, Spec, ceil_div, float_bits
-from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
+from .base import EVERY_ARCH, Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16")
 _TYPES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32", "e4m3": "kTargetE4m3"}
@@ -95,6 +95,7 @@ class RowsFamily(KernelFamily):
     """See ``templates/include/rows.cuh``."""
 
     name = "rows"
+    archs = EVERY_ARCH
     template = "rows.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
@@ -111,7 +112,7 @@ class RowsFamily(KernelFamily):
         """See `config_of`."""
         return *WHOLE_ROWS, PARTS_OF_FEW_ROWS
 
-    def config_of(self, spec: RowsSpec, arch: ArchSpec = SM90) -> TileConfig:
+    def config_of(self, spec: RowsSpec, arch: ArchSpec) -> TileConfig:
         """Tiles of whole rows for norms. Elementwise functions have tiles of their own, once rows are wide."""
         if FUNCTIONS[spec.function].reduces:
             return next((each for each in WHOLE_ROWS if spec.columns <= each.tile_columns), WHOLE_ROWS[-1])
@@ -190,7 +191,7 @@ class RowsFamily(KernelFamily):
         parts = [*map(str, params.options), params.dtype, params.output, self.describe(params.config), aligned]
         return "_".join(filter(None, parts))
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each function with each of its forms and operands, to each type of output; norms with each config."""
         found = []
         for name, function in FUNCTIONS.items():
@@ -207,13 +208,14 @@ class RowsFamily(KernelFamily):
         found += [RowsSpec("rms_norm", 64, columns, "bf16", "bf16") for columns in every]
         found += [RowsSpec("layer_norm", 64, 20000, "bf16", "e4m3", "", ("residual", "bias"))]
         found += [RowsSpec("silu_and_mul", 64, columns, "bf16", "e4m3", "halves") for columns in (100, 2048)]
-        return list(dict.fromkeys(self.params(spec, self.config_of(spec), SM90) for spec in found))
+        arch = arch or self.arch
+        return list(dict.fromkeys(self.params(spec, self.config_of(spec, arch), arch) for spec in found))
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Those of rows of every width that are aligned."""
-        return self.cases_of([config.tile_columns for config in self.configs(SM90)])
+        return self.cases_of([config.tile_columns for config in self.configs(arch)], arch)
 
-    def cases_of(self, widths: Iterable[int], dtype: Dtype = "bf16") -> list[KernelParams]:
+    def cases_of(self, widths: Iterable[int], arch: ArchSpec, dtype: Dtype = "bf16") -> list[KernelParams]:
         """Each function with each of its forms and operands, to the same dtype and to e4m3, of rows with so many
         columns, many and few."""
         found = []
@@ -225,7 +227,7 @@ class RowsFamily(KernelFamily):
             ]
             for form, operands, rows in product(function.forms, given, (1, 1 << 16)):
                 spec = RowsSpec(name, rows, columns, dtype, output, form, operands, columns % 8 == 0)
-                found.append(self.params(spec, self.config_of(spec), SM90))
+                found.append(self.params(spec, self.config_of(spec, arch), arch))
         return list(dict.fromkeys(found))
 
 

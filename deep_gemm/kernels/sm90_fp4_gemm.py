@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..arch import SM90, ArchSpec
+from .. import arch as archs
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
@@ -103,7 +104,7 @@ class Fp4Family(KernelFamily):
             *(split(tokens, cluster) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
         )
 
-    def config_of(self, spec: Fp4Spec, arch: ArchSpec = SM90) -> Fp4Config:
+    def config_of(self, spec: Fp4Spec, arch: ArchSpec) -> Fp4Config:
         """The lowest tile that takes the expected rows of a group. One product of up to 64 rows splits K if it has too
         few tiles for all SMs, but not under batch invariance, where all M add in one order."""
         pieces, blocks = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K)
@@ -195,7 +196,7 @@ class Fp4Family(KernelFamily):
 
     def workspace_bytes(self, spec: Fp4Spec) -> int:
         """The memory in which CTAs leave sums to each other; 0 if they do not."""
-        c = self.config_of(spec)
+        c = self.config_of(spec, self.arch)
         if c.cluster:
             return 0
         consumers = spec.num_sms * c.ctas_per_sm * c.consumers
@@ -236,7 +237,8 @@ class Fp4Family(KernelFamily):
         """As many as fit, for consumers that take blocks in turn the same number each."""
         c = self.typed(params)
         rest = self._shared(params, 0)
-        room = min(SM90.shared_per_cta, SM90.shared_per_sm // c.ctas_per_sm - SM90.shared_reserved_per_cta)
+        arch = archs.get(params.arch)
+        room = min(arch.shared_per_cta, arch.shared_per_sm // c.ctas_per_sm - arch.shared_reserved_per_cta)
         fit = min(_MOST_STAGES, (room - rest) // (self._shared(params, 1) - rest))
         return fit // 2 * 2 if c.cluster else fit
 
@@ -277,14 +279,15 @@ class Fp4Family(KernelFamily):
         cluster = config.cluster if isinstance(config, Fp4Config) else 0
         return f"{rows}x{columns}{f'_k{cluster}' if cluster else ''}"
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each config with FP8 tokens, those that BF16 uses with BF16; each form of groups, and absolute exponents."""
+        target = arch or self.arch
 
         def case(config: Fp4Config, dtype: str, grouping: str = "masked", absolute: bool = False) -> KernelParams:
             grouping = "none" if config.cluster else grouping
-            return KernelParams(self.name, SM90.name, config, dtype=dtype, grouping=grouping, options=(absolute,))
+            return KernelParams(self.name, target.name, config, dtype=dtype, grouping=grouping, options=(absolute,))
 
-        every = self.configs(SM90)
+        every = self.configs(target)
         found = [case(config, "e4m3") for config in every]
         found += [case(config, "bf16") for config in every if config.cluster or config.consumers > 1]
         for dtype in ("e4m3", "bf16"):
@@ -292,11 +295,11 @@ class Fp4Family(KernelFamily):
             found += [case(stream(tokens), dtype, absolute=True) for tokens in (8, _MOST_ABSOLUTE)]
         return found
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """None: the wheel has no kernels for MXFP4 weights, which compile when they are first called."""
         return []
 
-    def precompile_cases(self) -> list[KernelParams]:
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..arch import SM90, ArchSpec
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams
 from ..spec import LogitsSpec, Spec
@@ -37,7 +37,7 @@ class PromptLogits(LogitsFamily):
             LogitsConfig(self.name, heads, dim, MAX_ROWS // heads, 2, turns=True) for heads in HEADS for dim in DIMS
         )
 
-    def config_of(self, spec: LogitsSpec, arch: ArchSpec = SM90) -> LogitsConfig:
+    def config_of(self, spec: LogitsSpec, arch: ArchSpec) -> LogitsConfig:
         """That of the heads."""
         return next(config for config in self.configs(arch) if (config.heads, config.dim) == (spec.heads, spec.dim))
 
@@ -72,13 +72,14 @@ class PromptLogits(LogitsFamily):
             "compressed": int(spec.compressed),
         }
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each kind of heads, and each type of result."""
         specs = [
             *(LogitsSpec(2048, 65536, heads, dim, 65536) for heads in HEADS for dim in DIMS),
             LogitsSpec(2048, 65536, 64, 128, 65536, output="bf16"),
         ]
-        return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
+        arch = arch or self.arch
+        return [self.params(spec, self.config_of(spec, arch), arch) for spec in specs]
 
 
 PROMPT_LOGITS = PromptLogits()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..arch import SM90, ArchSpec
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import KernelParams
@@ -34,7 +34,7 @@ class PagedLogits(LogitsFamily):
         kinds = [(heads, dim, tokens) for heads in HEADS for dim in DIMS for tokens in range(1, MAX_ROWS // heads + 1)]
         return tuple(self.config(*kind) for kind in kinds)
 
-    def config_of(self, spec: PagedLogitsSpec, arch: ArchSpec = SM90) -> LogitsConfig:
+    def config_of(self, spec: PagedLogitsSpec, arch: ArchSpec) -> LogitsConfig:
         """The config whose queries are all tokens, or equal shares of them."""
         return self.config(spec.heads, spec.dim, tokens_of(spec.next_n, spec.heads))
 
@@ -79,14 +79,15 @@ class PagedLogits(LogitsFamily):
             "columns": spec.columns,
         }
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each number of tokens, and each kind of heads for one of them."""
         specs = [
             *(self.example(next_n, heads) for heads in HEADS for next_n in range(1, MAX_ROWS // heads + 1)),
             *(self.example(2, heads, dim) for heads in HEADS for dim in DIMS[1:]),
             self.example(1, output="bf16"),
         ]
-        return [self.params(spec, self.config_of(spec), SM90) for spec in specs]
+        arch = arch or self.arch
+        return [self.params(spec, self.config_of(spec, arch), arch) for spec in specs]
 
     @staticmethod
     def example(next_n: int, heads: int = 64, dim: int = 128, output: Dtype = "f32") -> PagedLogitsSpec:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..arch import SM90, ArchSpec
+from .. import arch as archs
+from ..arch import ArchSpec
 from ..jit.driver.launch import LaunchShape, Map
 from ..jit.driver.tensor_map import TensorMapSpec
 from ..params import Config, KernelParams
@@ -67,7 +68,7 @@ class PrenormFamily(KernelFamily):
         tiles = ((32, 1), (128, 2), (64, 2), (64, 4), (32, 8), (64, 8))
         return tuple(PrenormConfig(self.name, rows, cluster, columns) for rows, cluster in tiles)
 
-    def config_of(self, spec: PrenormSpec, arch: ArchSpec = SM90) -> PrenormConfig:
+    def config_of(self, spec: PrenormSpec, arch: ArchSpec) -> PrenormConfig:
         """The config that keeps the most SMs busy, the first of several. Under batch invariance all M have one."""
 
         def busy(config: PrenormConfig) -> float:
@@ -140,7 +141,7 @@ class PrenormFamily(KernelFamily):
         """As many stages as fit, the same number for each group."""
         config = self.typed(params)
         rest = self._shared(params, 0)
-        fit = min(MAX_STAGES, (SM90.shared_per_cta - rest) // (self._shared(params, 1) - rest))
+        fit = min(MAX_STAGES, (archs.get(params.arch).shared_per_cta - rest) // (self._shared(params, 1) - rest))
         return fit // config.groups * config.groups
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -161,17 +162,18 @@ class PrenormFamily(KernelFamily):
         """Rows and cluster."""
         return f"{config.rows}x{config.cluster}" if isinstance(config, PrenormConfig) else super().describe(config)
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each config for 24 columns, and each number of columns."""
         others = [PrenormConfig(self.name, 128, 2, columns) for columns in (8, 16, 32)]
-        return [KernelParams(self.name, SM90.name, config) for config in (*self.configs(SM90), *others)]
+        arch = arch or self.arch
+        return [KernelParams(self.name, arch.name, config) for config in (*self.configs(arch), *others)]
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Every config for each number of columns."""
         columns = range(8, PrenormSpec.MOST_N + 1, 8)
-        return [KernelParams(self.name, SM90.name, config) for n in columns for config in self.configs(SM90, n)]
+        return [KernelParams(self.name, arch.name, config) for n in columns for config in self.configs(arch, n)]
 
-    def precompile_cases(self) -> list[KernelParams]:
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """None: no GEMM calls it."""
         return []
 

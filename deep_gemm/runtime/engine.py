@@ -20,7 +20,7 @@ import torch
 
 from deep_gemm import arch as archs
 from deep_gemm import kernels, options, select
-from deep_gemm.errors import NotWarmError
+from deep_gemm.errors import NotWarmError, UnsupportedError
 from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.builder import Builder, BuildRequest, default_builder
 from deep_gemm.jit.driver.launch import Launch
@@ -245,6 +245,11 @@ def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
     """The configs for ``spec`` on CUDA device ``device``, the one that calls use first: by measured times, if these
     count, and by the model."""
     arch, known = archs.for_device(device), calibration_of(device)
+    if (wanted := options.wanted()) is not None:
+        found = [config for config in select.legal(spec, arch) if wanted(config)]
+        if not found:
+            raise UnsupportedError(f"No config that is wanted can compute {spec}.")
+        return select.order(spec, found, known)
     if not options.measured_times():
         return select.rank(spec, arch, known)
     from deep_gemm.select import tuner  # here, so that processes that do not tune do not import it
@@ -269,7 +274,8 @@ def calibration_of(device: int) -> calibration.Calibration:
     """The calibration of CUDA device ``device``, or one scaled by its spec sheet if its model has none."""
     found = torch.cuda.get_device_properties(device)
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)  # kHz, bits
-    return calibration.for_device(found.name, found.multi_processor_count, 2 * clock * width / 8e6)
+    gb_per_s, target = 2 * clock * width / 8e6, archs.target_of(found.major, found.minor)
+    return calibration.for_device(found.name, found.multi_processor_count, gb_per_s, target)
 
 
 def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary]:
@@ -311,7 +317,8 @@ def launch(
     A GEMM may start before its predecessor has finished, but not on part of a GPU: its waiting CTAs would occupy SMs
     that were left to other work.
     """
-    pdl = options.get_pdl() and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
+    early = options.get_pdl() and archs.has_dependent_launch(plan.params.arch)
+    pdl = early and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
     made = plan.launch(strides, pdl, constant, numbers)
     with primary_context(plan.device):  # encoding a tensor map needs a context, and this thread may have none yet
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)

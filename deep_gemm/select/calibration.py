@@ -8,6 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..arch import DEFAULT
 from ..errors import InvalidInputError
 from ..records import record
 from .power import Power
@@ -152,16 +153,17 @@ def load(path: Path) -> Calibration:
 
 
 @functools.cache
-def for_device(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0) -> Calibration:
+def for_device(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0, arch: str = DEFAULT.name) -> Calibration:
     """The calibration of a GPU model. If it has none, or lacks speeds of some products, the nearest card's, scaled by
-    the spec sheets. The sheet of an unknown card is found by SMs and bandwidth; 0 means unknown."""
+    the spec sheets. The sheet of an unknown card is found by SMs and bandwidth among those of ``arch``; 0 means
+    unknown."""
     path = file_of(device_name)
     own = load(path) if path.is_file() else None
     if own is not None and tuple(name for name, _ in own.others) == NAMED:
         return own
     from . import sheets  # here: a card whose file has all speeds needs none
 
-    sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s)
+    sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s, arch)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
     near = [(each, load(file_of(each.device))) for each in sorted(known, key=sheet.distance)]
     scaled = [found if each == sheet else found.scaled(each, sheet) for each, found in near]

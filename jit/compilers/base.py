@@ -73,8 +73,8 @@ class Compiler(ABC):
         if self.version < first:
             here, needed = (".".join(map(str, version)) for version in (self.version, first))
             raise CompilerNotFoundError(
-                f"{self.path} is of CUDA {here}, which cannot compile for {arch}: CUDA {needed} or newer can. Install a "
-                "newer one: `pip install -U nvidia-cuda-nvrtc-cu12`, or set CUDA_HOME to a newer toolkit."
+                f"{self.path} is of CUDA {here}, which cannot compile for {arch}: CUDA {needed} or newer can. Install "
+                "a newer one: `pip install -U nvidia-cuda-nvrtc-cu12`, or set CUDA_HOME to a newer toolkit."
             )
         return (*self.arch_flags(arch), *common_flags())
 

@@ -211,6 +211,10 @@ DG_DEVICE void prologue_sync() {
   }
 }
 
-// Programmatic dependent launch. Both are no-ops in a kernel launched without the attribute.
-DG_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DG_DEVICE void allow_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Programmatic dependent launch. Both are no-ops in a kernel launched without the attribute, which GPUs before Hopper do not have.
+DG_DEVICE void wait_for_previous_kernel() {
+  if constexpr (kCapability >= 900) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+DG_DEVICE void allow_next_kernel() {
+  if constexpr (kCapability >= 900) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

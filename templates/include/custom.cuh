@@ -1,6 +1,6 @@
 // Types for users' own kernels. Their names are those of parameter declarations. Narrow floats convert to and from float.
 #pragma once
-#include "types.cuh"
+#include "e4m3.cuh"
 
 using f64 = double;
 using i8 = signed char;
@@ -30,20 +30,28 @@ struct f16 {
   }
 };
 
-// Needs sm_89 or newer. Values above 448 become 448.
+// Values above 448 become 448.
 struct e4m3 {
   u8 bits;
 
   e4m3() = default;
   DG_DEVICE e4m3(float value) {
-    u16 pair;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
-    bits = static_cast<u8>(pair);
+    if constexpr (kCapability >= 890) {
+      u16 pair;
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(value));
+      bits = static_cast<u8>(pair);
+    } else {
+      bits = static_cast<u8>(e4m3_of(value));
+    }
   }
   DG_DEVICE operator float() const {
-    u32 halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(bits)));
-    return f16_of(halves);
+    if constexpr (kCapability >= 890) {
+      u32 halves;
+      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<u16>(bits)));
+      return f16_of(halves);
+    } else {
+      return of_e4m3(bits);
+    }
   }
 
  private:

@@ -75,12 +75,14 @@ struct EightElements {
   DG_DEVICE u32 magnitude(u32 word) const { return words[word] & (kPacked ? 0x7FFF7FFF : 0x7FFFFFFF); }
 
   static DG_DEVICE u32 larger(u32 x, u32 y) {
-    if constexpr (kPacked) {
+    if constexpr (!kPacked) {
+      return max_of(x, y);
+    } else if constexpr (kCapability >= 900) {
       u32 found;
       asm("max.u16x2 %0, %1, %2;" : "=r"(found) : "r"(x), "r"(y));
       return found;
     } else {
-      return max_of(x, y);
+      return max_of_halves(x, y);
     }
   }
 

@@ -3,6 +3,7 @@
 // step is an IEEE float32 operation, so that torch computes the same bytes (see quantisation.py).
 #pragma once
 #include "activation.cuh"
+#include "e4m3.cuh"
 
 struct ScaleRule {
   u32 epsilon;  // float32 bits
@@ -35,12 +36,3 @@ struct ScaleRule {
     return __uint_as_float(power_of_two && bits <= 0x7F800000 ? (bits + 0x007FFFFF) & 0x7F800000 : bits);
   }
 };
-
-// Four values as bytes, the first in the lowest.
-DG_DEVICE u32 to_e4m3(float a, float b, float c, float d) {
-  u32 packed;
-  asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-      " mov.b32 %0, {low, high};\n}"
-      : "=r"(packed) : "f"(a), "f"(b), "f"(c), "f"(d));
-  return packed;
-}

@@ -98,6 +98,25 @@ def test_a_card_has_the_sheet_of_its_model_or_else_of_the_nearest(
     assert sheets.for_device(device, num_sms, hbm).name == sheet
 
 
+@pytest.mark.parametrize(
+    ("device", "num_sms", "hbm", "target", "sheet"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 108, 1555, "sm_80", "A100 40GB"),
+        ("NVIDIA A100 80GB PCIe", 108, 1935, "sm_80", "A100 80GB"),
+        ("NVIDIA A40", 84, 696, "sm_86", "A10"),
+        ("NVIDIA RTX 6000 Ada Generation", 142, 960, "sm_89", "L40S"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188, 1597, "sm_120a", "RTX PRO 6000"),
+        ("NVIDIA GeForce RTX 5080", 84, 960, "sm_120a", "5090"),
+    ],
+)
+def test_cards_are_compared_with_those_of_their_own_architecture(
+    device: str, num_sms: int, hbm: float, target: str, sheet: str
+) -> None:
+    assert sheets.for_device(device, num_sms, hbm, target).name == sheet
+    found = calibration.for_device(device, num_sms, hbm, target)
+    assert f"spec sheet of {sheet}, scaled from the calibration nvidia_h" in found.origin
+
+
 def test_a_card_without_a_calibration_starts_from_its_spec_sheet() -> None:
     """Its rates follow the sheet, and its origin says so."""
     h100, h200 = calibration.for_device("NVIDIA H100 80GB HBM3"), calibration.for_device("NVIDIA H200")

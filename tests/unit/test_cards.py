@@ -43,7 +43,7 @@ def put_in(monkeypatch: pytest.MonkeyPatch, device: str, sms: int) -> None:
 
 
 @pytest.mark.parametrize("op", ops.NAMES)
-@pytest.mark.parametrize("sheet", sheets.SHEETS, ids=lambda sheet: sheet.name)
+@pytest.mark.parametrize("sheet", sheets.of_arch(SM90.name), ids=lambda sheet: sheet.name)
 def test_calls_on_a_card_need_no_other_kernel(sheet: sheets.Sheet, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every operation of layers, at some M of each size, with and without batch invariance, on all SMs and on
     some."""
@@ -77,9 +77,10 @@ def names(found: tuple[Card, ...]) -> list[str]:
 
 def test_cards_by_name() -> None:
     assert names(cards.parse(["h20"])) == names(cards.parse(["NVIDIA H20", "H20"])) == ["H20"]
-    assert {*names(cards.parse(["all"]))} == {sheet.name for sheet in sheets.SHEETS}
-    with pytest.raises(InvalidInputError, match=r"A card must be one of H100 SXM, H200, .*, or all, but it is 'B200'"):
+    assert {*names(cards.parse(["all"]))} == {sheet.name for sheet in sheets.of_arch(SM90.name)}
+    with pytest.raises(InvalidInputError, match=r"A card of sm_90a must be one of H100 .*, or all, but it is 'B200'"):
         cards.parse(["B200"])
+    assert names(cards.parse(["B200"], "sm_100a")) == ["B200"]
 
 
 def test_cards_that_are_prepared_for_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,6 +94,8 @@ def test_cards_that_are_prepared_for_by_default(tmp_path: Path, monkeypatch: pyt
         (tmp_path / str(place) / "information").write_text(f"Model: \t\t {model}\nIRQ: 11\n")
     (tmp_path / "9").mkdir()
     assert names(cards.default()) == [*usual, "H20"]
+    assert names(cards.default(arch="sm_89")) == ["L40S", "L4", "4090"]
+    assert names(tuple(cards.here("sm_80"))) == ["A100 80GB"]
     put_in(monkeypatch, "NVIDIA H20-3e", 78)
     assert [(card.device, card.sms) for card in cards.here()] == [("NVIDIA H20-3e", 78)]
     assert cards.here()[0].calibration == cards.parse(["H20"])[0].calibration
@@ -111,4 +114,4 @@ def test_the_command_takes_cards() -> None:
     assert h20["cards"] == ["H20"]
     assert usual["kernels"] != h20["kernels"] < whole["kernels"]  # type: ignore[operator]
     result = CliRunner().invoke(app, ["precompile", "--shape", "128x128", "--card", "V100"])
-    assert "A card must be one of" in result.output
+    assert "A card of sm_90a must be one of" in result.output

@@ -288,9 +288,7 @@ def test_a_target_needs_a_compiler_that_knows_it(machine: Path) -> None:
         if knows:
             assert f"--gpu-architecture={arch}" in Nvrtc(library, version).flags(arch)
         else:
-            with pytest.raises(
-                CompilerNotFoundError, match=r"CUDA 12\.8, which cannot compile for sm_103a: CUDA 12\.9"
-            ):
+            with pytest.raises(CompilerNotFoundError, match=r"CUDA 12\.8, which cannot compile for sm_103a"):
                 Nvrtc(library, version).flags(arch)
 
 

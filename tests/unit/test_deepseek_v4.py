@@ -132,7 +132,7 @@ def test_a_hyper_connection_needs_kernels_for_every_m_and_split() -> None:
     for sms, m in itertools.product((78, 132), range(1, 16385, 31)):
         for splits in (1, max(1, min(sms // ceil_div(m, 64), 28672 // 64 // 4))):
             spec = PrenormSpec(m, 24, 28672, splits, sms)
-            called.add(PRENORM.params(spec, PRENORM.config_of(spec), SM90))
+            called.add(PRENORM.params(spec, PRENORM.config_of(spec, SM90), SM90))
     assert called == {params for params in listed if params.kernel == PRENORM.name}
 
 

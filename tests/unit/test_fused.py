@@ -215,14 +215,14 @@ def test_kernels_refuse_in_words() -> None:
 @settings(deadline=None)
 def test_tiles_cover_the_matrix_and_norms_do_not_depend_on_rows(m: int, other: int, n: int, function: str) -> None:
     spec, more = (RowsSpec(function, rows, n, "bf16", "bf16", FUNCTIONS[function].forms[0]) for rows in (m, other))
-    config = ROWS.config_of(spec)
+    config = ROWS.config_of(spec, SM90)
     assert config in ROWS.configs(SM90)
     strides = dict.fromkeys((*FUNCTIONS[function].inputs, "out"), (n, 1))
     shape, _ = ROWS.values(ROWS.params(spec, config, SM90), spec, strides, {}, True, False)
     across = 1 if FUNCTIONS[function].reduces else -(-n // config.tile_columns)
     assert shape.grid == (-(-m // config.tile_rows) * across, 1, 1)
     if FUNCTIONS[function].reduces:
-        assert config == ROWS.config_of(more)
+        assert config == ROWS.config_of(more, SM90)
         assert config is WHOLE_ROWS[-1] or n <= config.tile_columns
     if m * n < 2**40:  # more than a GPU's memory
         assert shape.grid[0] < 2**31

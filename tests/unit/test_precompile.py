@@ -166,9 +166,9 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
         for width, count in ((7168, 1), (2048, 1 << 16), (2048, 8)):
             for output in (dtype, "e4m3"):
                 asked = RowsSpec("rms_norm", count, width, dtype, output, "", ("residual",))
-                assert ROWS.params(asked, ROWS.config_of(asked), SM90) in found
+                assert ROWS.params(asked, ROWS.config_of(asked, SM90), SM90) in found
                 asked = RowsSpec("silu_and_mul", count, width, dtype, output, "halves")
-                assert ROWS.params(asked, ROWS.config_of(asked), SM90) in found
+                assert ROWS.params(asked, ROWS.config_of(asked, SM90), SM90) in found
         assert {params.dtype for params in found} == {dtype}
 
 

@@ -1,0 +1,118 @@
+"""`deep-gemm doctor --verify`, without a GPU: torch's reference takes the place of our kernels."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from deep_gemm import arch, backends, options, quantize
+from deep_gemm.backends import verify
+from deep_gemm.backends.registry import get_operation, operation_names
+from deep_gemm.cli.app import app
+from deep_gemm.errors import UnsupportedError
+from deep_gemm.ops import table
+from deep_gemm.runtime import engine
+
+CPU = torch.device("cpu")
+SMALL = {
+    ("M", "N", "K"): ((3, 40, 64),),
+    ("groups", "mean rows", "N", "K"): ((2, 3, 16, 128),),
+    ("groups", "mean K", "M", "N"): ((2, 128, 8, 16),),
+    ("rows", "heads", "K", "N"): ((2, 2, 128, 128),),
+    ("queries", "keys"): ((4, 64),),
+    ("requests", "tokens", "keys"): ((2, 1, 64),),
+    ("M", "K"): ((4, 256),),
+    ("M", "N"): ((4, 128),),
+}
+
+
+def test_every_operation_has_shapes() -> None:
+    dims = {get_operation(op).dims for op in operation_names()}
+    assert set(verify.SIZES) == set(SMALL) == dims
+    for of_dims, shapes in [*verify.SIZES.items(), *((kind, (shape,)) for kind, shape in verify.FORCED.items())]:
+        able = [get_operation(op) for op in operation_names() if get_operation(op).dims == of_dims]
+        assert all(op.refuses(shape) == "" for op in able for shape in shapes)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
+    """The command on a faked H100, whose kernels are torch's reference on the CPU."""
+    checked = verify.verify
+
+    def faked(device: torch.device, spec: arch.ArchSpec, **more: object) -> verify.Report:
+        return checked(CPU, spec, ours="torch", sizes=SMALL, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(verify, "verify", faked)
+    monkeypatch.setattr(verify, "arch_here", lambda: arch.SM90)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    done = CliRunner().invoke(app, ["doctor", "--verify", *arguments])
+    if done.exception and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def test_the_report_says_that_all_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = ("fp8_gemm_nt", "bf16_gemm_tn", "m_grouped_fp8_gemm_nt_masked", "fp8_einsum", "tf32_hc_prenorm_gemm")
+    monkeypatch.setattr(verify, "operation_names", lambda: ops)
+    code, text = run(monkeypatch)
+    assert code == 0, text
+    lines = text.splitlines()
+    assert lines[0].split() == ["GPU", "cpu,", "sm_90a"]
+    assert f"{6 * len(verify.CASTS)} of {6 * len(verify.CASTS)} give the bytes" in text
+    for op in ops:
+        shape = " x ".join(map(str, SMALL[get_operation(op).dims][0]))
+        (line,) = [line for line in lines if line.startswith(f"{op} ")]
+        assert 0 < float(line.partition(shape)[2].split()[0]) <= 1
+    assert lines[-1].startswith("Everything that ran is right. It took ")
+
+
+def test_what_is_wrong_is_named_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cast gives other bytes on the device, and one product is not written."""
+    seen: list[torch.Tensor] = []
+
+    def other(x: torch.Tensor) -> object:
+        seen.append(x)
+        return quantize.rows(x if len(seen) % 2 else x * 1.01)
+
+    monkeypatch.setattr(verify, "CASTS", {"rows": other})
+    monkeypatch.setattr(verify, "operation_names", lambda: ["bf16_gemm_nt"])
+    backends.get_kernel("torch", "bf16_gemm_nt")
+    kernel = backends.registry._kernels["torch", "bf16_gemm_nt"]
+    monkeypatch.setitem(backends.registry._kernels, ("torch", "bf16_gemm_nt"), _Unwritten(**vars(kernel)))
+    code, text = run(monkeypatch, "--json")
+    assert code == 1
+    report = json.loads(text)
+    assert len(report["wrong_casts"]) == 6
+    assert "cast of rows from torch.bfloat16, 257x896: other bytes than torch's" in report["wrong"]
+    assert any(why.startswith("bf16_gemm_nt 3 x 40 x 64: 120 of 120 elements are NaN") for why in report["wrong"])
+
+
+class _Unwritten(backends.Kernel):
+    def __call__(self, *operands: object) -> None:
+        return None
+
+
+def test_there_must_be_a_gpu() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--verify"])
+    assert done.exit_code == 1
+    assert "There is no GPU here, and --verify runs kernels on one." in done.output
+
+
+def test_a_time_limit_leaves_the_rest_out() -> None:
+    found = verify.verify(CPU, arch.SM90, seconds=-1.0, ours="torch", sizes=SMALL)
+    assert found.late == operation_names()
+    assert not found.rows
+    assert found.casts
+
+
+def test_a_family_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.archs, "for_device", lambda device: arch.SM90)
+    monkeypatch.setattr(engine, "calibration_of", lambda device: engine.calibration.default())
+    asked = table.spec(64, 512, 512, 132)
+    with options.only(lambda config: config.family == "sm90_fp8_gemm"):
+        assert {choice.config.family for choice in engine.ranked_configs(asked, 0)} == {"sm90_fp8_gemm"}
+    with options.only(lambda config: False), pytest.raises(UnsupportedError, match="No config that is wanted"):
+        engine.ranked_configs(asked, 0)
+    assert options.wanted() is None
