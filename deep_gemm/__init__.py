@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         set_mk_alignment_for_contiguous_layout,
         transform_sf_into_required_layout,
     )
+    from deep_gemm.moe import fp8_moe
     from deep_gemm.operators import register_operators
     from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
     from deep_gemm.ops.epilogue import Epilogue
@@ -169,6 +170,7 @@ __all__ = [
     "fp8_gemm_tn",
     "fp8_gemm_tt",
     "fp8_m_grouped_gemm_nt_masked",
+    "fp8_moe",
     "fp8_mqa_logits",
     "fp8_paged_mqa_logits",
     "fp16_bmm",
@@ -309,6 +311,7 @@ _LATE = {
     ),
     "deep_gemm.runtime.measuring": ("tuning",),
     "deep_gemm.runtime.monitor": ("monitor",),
+    "deep_gemm.moe": ("fp8_moe",),
     "deep_gemm.operators": ("register_operators",),
     "deep_gemm.options": (
         "get_batch_invariant",
@@ -326,10 +329,7 @@ _LATE = {
         "use_deterministic_algorithms",
     ),
     "deep_gemm.prenorm": ("tf32_hc_prenorm_gemm",),
-    "deep_gemm.spec": (
-        "align",
-        "ceil_div",
-    ),
+    "deep_gemm.spec": ("align", "ceil_div"),
     "deep_gemm.ops.cast_reference": (
         "ceil_to_ue8m0",
         "dequantise",

@@ -377,6 +377,41 @@ class Fp4Spec:
         return f"M={self.m}, N={self.n}, K={self.k}{groups}, {self.dtype} x MXFP4 -> bf16"
 
 
+@record(frozen=True)
+class DispatchSpec:
+    """``top_k`` choices of each of ``tokens`` tokens among ``experts`` experts: each gets a row of its expert, to which
+    the token's ``width`` elements go as E4M3 with scales of 1 x 128. ``dtype`` "e4m3": they are copied with their
+    scales. ``masked``: an expert has a part of ``room`` rows, else its rows begin at a multiple of ``room``. ``given``:
+    those of "weights" and "stats" that there are."""
+
+    tokens: int
+    width: int
+    experts: int
+    top_k: int
+    room: int
+    masked: bool
+    dtype: Dtype = "bf16"
+    given: tuple[str, ...] = ()
+    num_sms: int = 1
+
+    def __str__(self) -> str:
+        return f"sending {self.tokens} tokens of {self.width} elements to {self.top_k} of {self.experts} experts"
+
+
+@record(frozen=True)
+class CombineSpec:
+    """Sums of ``top_k`` rows of ``width`` bfloat16 elements for each of ``tokens`` tokens. ``weighted``: each row is
+    multiplied by a float32 weight first."""
+
+    tokens: int
+    width: int
+    top_k: int
+    weighted: bool
+
+    def __str__(self) -> str:
+        return f"adding {self.top_k} rows of {self.width} elements for each of {self.tokens} tokens"
+
+
 Spec: TypeAlias = (
     QuantizeSpec
     | RowsSpec
@@ -390,6 +425,8 @@ Spec: TypeAlias = (
     | LogitsScheduleSpec
     | PrenormSpec
     | Fp4Spec
+    | DispatchSpec
+    | CombineSpec
 )
 
 

@@ -188,6 +188,18 @@ def silu_and_mul(gate_up: Any, values: Any, scales: Any, pair: Any = tuple, **x:
     fused.silu_and_mul(gate_up, pair((values, scales)), **x)
 
 
+def expert_tensors(fp8: bool) -> Tensors:
+    found = {"x": torch.zeros(M, K, dtype=BF16), "topk_idx": torch.zeros(M, 1, dtype=torch.int64)}
+    found |= {"sfx": torch.ones(M, 2), "x": torch.zeros(M, K).to(E4M3)} if fp8 else {}
+    found |= {"topk_weights": torch.ones(M, 1), "gate_up": torch.zeros(G, 256, K).to(E4M3)}
+    found |= {"sfgate_up": torch.ones(G, 2, 2), "down": torch.zeros(G, K, 128).to(E4M3), "sfdown": torch.ones(G, 2, 1)}
+    return found | {"y": torch.zeros(M, K, dtype=BF16)}
+
+
+def experts(x: Any, gate_up: Any, sfgate_up: Any, down: Any, sfdown: Any, sfx: Any = None, **more: Any) -> None:
+    deep_gemm.fp8_moe(x if sfx is None else (x, sfx), gate_up=(gate_up, sfgate_up), down=(down, sfdown), **more)
+
+
 def scaled(out: Any, x: Any, y: Any, scale: Any) -> LaunchConfig:
     return LaunchConfig(grid=1, block=32, values={"n": 1}, constants={"SCALE": f"{scale!r}"})
 
@@ -230,6 +242,8 @@ KINDS = {
         (*WRITTEN, "residual")),
     "add and gelu": Kind(lambda: rows_tensors(False, "x", "y"), fused.add_gelu, ("out",), {"approximate": "tanh"}),
     "silu and mul": Kind(lambda: rows_tensors(True, "gate_up", "factors"), silu_and_mul, WRITTEN, {"limit": 2.0}),
+    "experts": Kind(lambda: expert_tensors(False), experts, ("y",), {"clamp": 2.0}),
+    "experts of fp8": Kind(lambda: expert_tensors(True), experts, ("y",)),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
 }  # fmt: skip
 OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]

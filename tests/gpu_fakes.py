@@ -27,7 +27,9 @@ from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.select import calibration
 from deep_gemm.spec import (
+    CombineSpec,
     CopySpec,
+    DispatchSpec,
     GemmSpec,
     KGroupMapsSpec,
     LogitsScheduleSpec,
@@ -47,6 +49,7 @@ KERNELS = {
     GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
     QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
     PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
+    DispatchSpec: "dispatch", CombineSpec: "combine",
 }  # fmt: skip
 
 

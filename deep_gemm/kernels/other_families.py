@@ -1,5 +1,5 @@
 """The kernels that are no GEMMs of the selector: those that prepare operands, casts, indexer logits, the prenorm
-product, and products of MXFP4 weights."""
+product, products of MXFP4 weights, and what sends tokens to experts and adds their results."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.LogitsScheduleSpec: ("paged_mqa_logits_metadata", "helpers", "LOGITS_SCHEDULE"),
     spec.PrenormSpec: ("sm90_tf32_hc_prenorm_gemm", "sm90_tf32_hc_prenorm_gemm", "PRENORM"),
     spec.Fp4Spec: ("sm90_fp4_gemm", "sm90_fp4_gemm", "FP4"),
+    spec.DispatchSpec: ("moe_dispatch", "moe_kernels", "DISPATCH"),
+    spec.CombineSpec: ("moe_combine", "moe_kernels", "COMBINE"),
 }
 """What each computes; its name, the module that has it, and what it is called there. A process imports only the modules
 whose kernels it needs: all together would take a third of a first call."""

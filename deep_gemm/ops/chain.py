@@ -3,9 +3,11 @@ caller keeps. Each is checked, planned and launched as it is alone, so that resu
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -29,15 +31,15 @@ CASTS = "casts"
 
 
 class Place(NamedTuple):
-    """Where a matrix lies in a buffer of bytes. A tuple, since torch 2.11 cannot trace the making of a `record`."""
+    """Where a tensor lies in a buffer of bytes. A tuple, since torch 2.11 cannot trace the making of a `record`."""
 
     offset: int
-    shape: tuple[int, int]
-    strides: tuple[int, int]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, buffer: Tensor) -> Tensor:
-        """The matrix, a view; of a fake buffer a tensor of its shape."""
+        """The tensor, a view; of a fake buffer one of its shape."""
         if checks.is_fake([buffer]):
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=buffer.device)
         start = buffer.storage_offset() + self.offset
@@ -45,8 +47,9 @@ class Place(NamedTuple):
 
 
 class Layout:
-    """Casts to FP8 that lie one after the other in a buffer of bytes. ``"x"`` are the values of the cast that was added
-    as x, ``"padded x"`` the same with the padding at the end of their rows, and ``"sf x"`` their scales."""
+    """Casts to FP8 and other tensors that lie one after the other in a buffer of bytes. ``"x"`` are the values of the
+    cast that was added as x, ``"padded x"`` the same with the padding at the end of their rows, and ``"sf x"`` their
+    scales."""
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
@@ -64,6 +67,24 @@ class Layout:
         strides, size = ((steps, 1), lines * steps) if blocks == "tile" else ((1, step), step * steps)
         self.places[f"sf {name}"] = Place(self.bytes, (lines, steps), strides, torch.float32)
         self.bytes += align(size * 4, SCRATCH_ALIGNMENT)
+        return self
+
+    def add_tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        strides: tuple[int, ...] | None = None,
+        over: str = "",
+    ) -> Layout:
+        """Add a tensor, contiguous unless it has other strides. It begins where ``over`` does, a tensor that nothing
+        reads once this one is written."""
+        if strides is None:
+            strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        size = sum((most - 1) * stride for most, stride in zip(shape, strides, strict=True)) + 1 if all(shape) else 0
+        offset = self.places[over].offset if over else self.bytes
+        self.places[name] = Place(offset, shape, strides, dtype)
+        self.bytes = max(self.bytes, offset + align(size * dtype.itemsize, SCRATCH_ALIGNMENT))
         return self
 
 
@@ -128,17 +149,19 @@ class Chain(Operation):
 
     rows: tuple[str, ...] = ()
     """Operands of any rank, which are taken as matrices of all their rows."""
-    settings = ("forbid_transpose",)
+    ranks: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """The numbers of dimensions of operands that are no matrices."""
+    settings: tuple[str, ...] = ("forbid_transpose",)
 
     @abstractmethod
     def links(self, given: Mapping[str, Any]) -> Links:
-        """The operations of a call with these arguments. Tensors are matrices, but for a bias and ``saved``."""
+        """The operations of a call with these arguments. Tensors are matrices, except a bias, ``saved`` and `ranks`."""
 
     def check(self, *arguments: Any, **named: Any) -> ChainOperands | None:
         """None for fake tensors, and where there is nothing to do."""
         given = self.given(arguments, named)
         tensors: dict[str, Any] = {name: given[argument] for name, argument in self.operands.items()}
-        ranks = {"bias": (1,), "saved": (1,), **dict.fromkeys(self.rows)}
+        ranks = {"bias": (1,), "saved": (1,), **self.ranks, **dict.fromkeys(self.rows)}
         device = checks.check_tensors(self.name, tensors, ranks, (2,), self.outputs)
         tensors |= {name: _as_matrix(name, tensors[name]) for name in self.rows if name in tensors}
         chain = self.links({**given, **tensors})

@@ -1,0 +1,166 @@
+"""Sending tokens to their experts, and adding the experts' rows: the launches around the products of a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deep_gemm import options
+from deep_gemm.ops.cast_reference import cast_blocks
+from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+
+from ..records import record
+from ..spec import SCALE_BLOCK, CombineSpec, DispatchSpec, align
+from . import checks
+from .table import DTYPES
+
+TENSOR, OPTIONAL, PAIR = "Tensor", "Tensor | None", "tuple[Tensor, Tensor]"
+
+
+@record(frozen=True, eq=False)
+class MoeOperands:
+    """Checked operands."""
+
+    tensors: Mapping[str, Tensor]
+    device: torch.device
+    spec: Any
+
+
+def _operands(named: Mapping[str, Tensor], spec: DispatchSpec | CombineSpec) -> MoeOperands | None:
+    """None for fake tensors, and without tokens or columns."""
+    if checks.is_fake(named.values()) or spec.tokens == 0 or spec.width == 0:
+        return None
+    return MoeOperands(dict(named), next(iter(named.values())).device, spec)
+
+
+def _one_launch(x: MoeOperands, spec: DispatchSpec | CombineSpec) -> Work:
+    strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
+    return Work((Step(spec, strides, {name: name for name in x.tensors}),))
+
+
+class Dispatch(Operation):
+    """Give each choice of a token a row of its expert, and write the token there in FP8.
+
+    x (tokens, width) is bfloat16, or E4M3 with scales sfx (tokens, ceil(width / 128)). chosen (tokens, top_k) int64 are
+    experts; other numbers are none. ``out`` are the values and scales of rows: (experts, rows, ..), then ``layout``
+    gets the number of rows of each expert, or (rows, ..), then it gets the row at which each ends, and they begin at a
+    multiple of ``alignment``. places (tokens, top_k) gets the row of each choice, or -1. With weights (tokens, top_k),
+    factors gets the weight of each row. The number of rows of each expert is added to stats (experts,), int32.
+
+    Only a chain calls it, which has checked what users give. ``given``: those of sfx, weights and stats that are there.
+    """
+
+    name = "moe_dispatch"
+    outputs = ("values", "scales", "layout", "places", "factors", "stats")
+    output = "values"
+    has_operator = False
+
+    def __init__(self, given: tuple[str, ...]) -> None:
+        self.given_operands = given
+        optional = {"sfx": "sfx" in given, **dict.fromkeys(("weights", "factors"), "weights" in given)}
+        optional["stats"] = "stats" in given
+        self.parameters = (
+            *(Parameter(name, TENSOR) for name in ("x", "chosen", "layout", "places")),
+            Parameter("out", PAIR),
+            Parameter("alignment", "int"),
+            *(Parameter(name, OPTIONAL, None) for name, there in optional.items() if there),
+        )
+        names = "x", "chosen", "layout", "places", *(name for name, there in optional.items() if there)
+        self.operands = {name: name for name in names} | {"values": "out[0]", "scales": "out[1]"}
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> MoeOperands | None:
+        """None if there is nothing to send."""
+        given = self.given(arguments, named_arguments)
+        values, scales = given["out"]
+        named = {name: given[name] for name in self.operands if name in given} | {"values": values, "scales": scales}
+        x, masked = named["x"], values.dim() == 3
+        spec = DispatchSpec(
+            *(x.shape[0], x.shape[1], named["layout"].shape[0], named["chosen"].shape[1]),
+            values.shape[1] if masked else given["alignment"],
+            masked,
+            DTYPES[x.dtype],
+            tuple(name for name in ("weights", "stats") if name in named),
+        )
+        return _operands(named, spec)
+
+    def work(self, x: MoeOperands, device: int) -> Work:
+        """One launch."""
+        return _one_launch(x, replace(x.spec, num_sms=options.num_sms_for(device)))
+
+    def reference(self, x: MoeOperands) -> None:
+        """In torch."""
+        spec, given = x.spec, x.tensors
+        with torch.inference_mode():
+            chosen = given["chosen"].flatten()
+            expert = chosen.masked_fill((chosen < 0) | (chosen >= spec.experts), spec.experts)
+            found = expert.bincount(minlength=spec.experts + 1)[: spec.experts]
+            counts = found.clamp(max=spec.room) if spec.masked else found
+            room = counts.clone().fill_(spec.room) if spec.masked else (counts + spec.room - 1) // spec.room * spec.room
+            starts = room.cumsum(0) - room
+            order = expert.argsort(stable=True)[: int(found.sum())]  # of the choices that are experts
+            rank = torch.arange(len(order), device=x.device) - (found.cumsum(0) - found)[expert[order]]
+            order, rank = order[kept := rank < counts[expert[order]]], rank[kept]
+            rows = starts[expert[order]] + rank
+            given["layout"].copy_(counts if spec.masked else starts + counts)
+            given["places"].fill_(-1).view(-1)[order] = rows.int()
+            values, scales = given["x"], given.get("sfx")
+            if scales is None:
+                values, scales = cast_blocks(values.detach(), 1, SCALE_BLOCK, False)
+            token = order // spec.top_k
+            place = (rows // spec.room, rows % spec.room) if spec.masked else (rows,)
+            given["values"].view(torch.uint8)[place] = values.view(torch.uint8)[token]
+            given["scales"][place] = scales[token]
+            if "weights" in given:
+                given["factors"].view(-1)[rows] = given["weights"].flatten()[order]
+            if "stats" in given:
+                given["stats"].add_(counts)
+
+
+class Combine(Operation):
+    """Add the rows of each token's choices in their order, in float32, and round once.
+
+    x (rows, width) or (experts, rows, width) bfloat16; places (tokens, top_k) int32, of `Dispatch`; y (tokens, width)
+    bfloat16. With weights (tokens, top_k) float32, each row is multiplied by its weight first. Only a chain calls it.
+    """
+
+    name = "moe_combine"
+    output = "y"
+    has_operator = False
+
+    def __init__(self, weighted: bool) -> None:
+        names = ("x", "places", *(["weights"] if weighted else []), "y")
+        self.parameters = tuple(Parameter(name, TENSOR) for name in names)
+        self.operands = {name: name for name in names}
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> MoeOperands | None:
+        """None if there is nothing to add."""
+        named = self.given(arguments, named_arguments)
+        tokens, width = named["y"].shape
+        return _operands(named, CombineSpec(tokens, width, named["places"].shape[1], "weights" in named))
+
+    def work(self, x: MoeOperands, device: int) -> Work:
+        """One launch."""
+        return _one_launch(x, x.spec)
+
+    def reference(self, x: MoeOperands) -> None:
+        """In float32, as the kernel."""
+        places, y = x.tensors["places"].long(), x.tensors["y"]
+        rows = x.tensors["x"].flatten(0, -2)
+        with torch.inference_mode():
+            total = torch.zeros(y.shape, device=y.device)
+            for choice in range(places.shape[1]):
+                own, used = places[:, choice], (places[:, choice] >= 0)[:, None]
+                each = rows[own.clamp(min=0)].float() if len(rows) else total
+                if "weights" in x.tensors:
+                    each = each * x.tensors["weights"][:, choice, None]
+                total = torch.where(used, total + each, total)
+            y.copy_(total)
+
+
+def most_rows(choices: int, experts: int, alignment: int) -> int:
+    """Rows that are enough for any choice of experts, if each expert's begin at a multiple of the alignment."""
+    return align(choices + min(experts, choices) * (alignment - 1), alignment)

@@ -1,0 +1,126 @@
+"""`fp8_moe` on a GPU: beside float64, beside separate calls bit for bit, in graphs, and with changing counts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from gpu_cases import DEVICE
+from moe_cases import ERROR, SIZES, exact, problem, relative
+from torch import Tensor
+
+import deep_gemm
+from deep_gemm import nn, quantize
+
+pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+LARGE = [(1, 256, 8, 1024, 256), (64, 256, 8, 1024, 256), (300, 64, 6, 2048, 512), (4096, 256, 8, 512, 128)]
+"""Tokens, experts, top_k, width, inner."""
+
+
+def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: tuple(part.to(DEVICE) for part in x) if isinstance(x, tuple) else x.to(DEVICE)
+        for name, x in given.items()
+    }
+
+
+def large(tokens: int, experts: int, top_k: int, width: int, inner: int, seed: int = 0) -> dict[str, Any]:
+    """As `problem`, made on the GPU."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE)
+
+    def stored(n: int, k: int) -> tuple[Tensor, Tensor]:
+        values, scales = zip(*(quantize.blocks(normal(n, k) / k**0.5) for _ in range(experts)), strict=True)
+        return torch.stack(values), torch.stack(scales)
+
+    chosen = normal(tokens, experts).topk(top_k).indices
+    chosen[normal(tokens, top_k) > 1.5] = -1
+    weights = {"gate_up": stored(2 * inner, width), "down": stored(width, inner)}
+    return {
+        "x": normal(tokens, width).bfloat16(),
+        "topk_idx": chosen,
+        "topk_weights": normal(tokens, top_k).abs(),
+        **weights,
+    }
+
+
+def separate(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Any, down: Any) -> Tensor:
+    """The same by public calls: a sort, a gathering cast, two grouped products in the index form, and sums in order."""
+    experts, inner = len(gate_up[0]), down[0].shape[2]
+    routing = nn.Routing.from_choices(topk_idx, experts)
+    rows = routing.tokens.int().masked_fill(routing.tokens == len(x), -1)
+    a = quantize.rows(x, rows=rows)
+    h = quantize.rows(torch.zeros(len(rows), inner, device=DEVICE))
+    epilogue = deep_gemm.Epilogue(activation="swiglu")
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, gate_up, h, routing.labels, epilogue=epilogue)
+    out = torch.zeros(len(rows), x.shape[1], device=DEVICE).bfloat16()
+    deep_gemm.m_grouped_fp8_gemm_nt_contiguous(h, down, out, routing.labels)
+    total = torch.zeros(x.shape, device=DEVICE)
+    for choice in range(topk_idx.shape[1]):
+        each = out[routing.rows[:, choice]].float() * topk_weights[:, choice, None]
+        used = (topk_idx[:, choice] >= 0) & (topk_idx[:, choice] < experts)
+        total = torch.where(used[:, None], total + each, total)
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize("clamp", [None, 0.5])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_results_are_near_those_in_float64(sizes: tuple[int, ...], clamp: float | None) -> None:
+    given = problem(*sizes)
+    found = deep_gemm.fp8_moe(**on_gpu(given), clamp=clamp)
+    assert relative(found.cpu(), exact(**given, clamp=clamp)) < ERROR
+    assert not found[5:6].any()
+
+
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_bits_are_those_of_separate_calls_and_repeat(sizes: tuple[int, ...]) -> None:
+    """100 times, also of tokens that are FP8 already."""
+    given = large(*sizes)
+    wanted = separate(**given)
+    cast = {**given, "x": quantize.rows(given["x"])}
+    for repeat in range(100):
+        assert torch.equal(deep_gemm.fp8_moe(**(cast if repeat % 2 else given)), wanted), repeat
+
+
+@pytest.mark.parametrize("sizes", [LARGE[1], LARGE[2]], ids=str)
+def test_one_graph_serves_all_choices(sizes: tuple[int, ...]) -> None:
+    """Experts with all tokens, with none, and choices that are none; without a copy between host and device."""
+    given, y = large(*sizes), torch.empty(sizes[0], sizes[3], device=DEVICE).bfloat16()
+    deep_gemm.fp8_moe(**given, y=y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        deep_gemm.fp8_moe(**given, y=y)
+    everyone = torch.arange(sizes[2], device=DEVICE).expand(sizes[:1] + sizes[2:3])
+    for chosen in (everyone, -torch.ones_like(everyone), everyone.flip(1) + 7, large(*sizes, seed=5)["topk_idx"]):
+        given["topk_idx"].copy_(chosen)
+        graph.replay()
+        assert torch.equal(y, separate(**given))
+
+
+@pytest.mark.limit(300)
+def test_a_thousand_calls_with_changing_counts() -> None:
+    """Of tokens and of rows of experts; each is compared on the GPU, and the host waits once."""
+    rng, whole = random.Random(1), large(200, 32, 4, 512, 256)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    wanted = deep_gemm.fp8_moe(**whole)
+    for _ in range(1000):
+        first = rng.randrange(200)
+        rows = slice(first, first + rng.randint(0, 200 - first))
+        part = {name: whole[name][rows] for name in ("x", "topk_idx", "topk_weights")}
+        wrong += (deep_gemm.fp8_moe(**{**whole, **part}).view(torch.int16) != wanted[rows].view(torch.int16)).sum()
+    assert wrong.item() == 0
+
+
+@pytest.mark.parametrize("hidden", [128, 144])
+def test_a_stored_layer_is_near_the_one_in_training_mode(hidden: int) -> None:
+    made = nn.MoE(256, hidden, experts=6, top_k=2, device=DEVICE)
+    stored = nn.MoE(256, hidden, experts=6, top_k=2, mode="inference", device=DEVICE)
+    stored.load_state_dict(made.state_dict())
+    x = torch.randn(300, 256, device=DEVICE).bfloat16()
+    with torch.no_grad():
+        assert relative(stored(x).cpu(), made(x).double().cpu()) < 0.02
