@@ -35,8 +35,7 @@ def _crowding(k: int) -> float:
 L2_SHARING = 0.15
 """Exponent of L2 sharing. Bytes that n tiles read count n ** -L2_SHARING times each, because L2 answers SMs that
 request a line at the same time once. Boxes of 16-bit operands that begin inside a sector are not shared, so their bytes
-count once each: with this exponent for them too, the model's error differed by 8% between configs with and without
-clusters (12 shapes, H100), and without it by 4%. For FP8 that gained nothing (see docs/measurements/fp8.md)."""
+count once each (docs/measurements/rules.md). For FP8 that gained nothing (docs/measurements/fp8.md)."""
 
 
 @functools.lru_cache(maxsize=4096)

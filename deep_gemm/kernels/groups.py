@@ -31,10 +31,8 @@ FEW_ROWS = 32
 """Rows of a box of A in tiles of 64 rows, which are for groups of few rows."""
 
 _FEW_TILES, _LOW, _HELD_IN_L2 = 16, 4, 64 << 20
-"""Tiles of a CTA, rows of tiles of a group, and bytes of B. On an H100, in single calls, skipping padding made 64
-groups of about 256 rows 2% faster with K from 2048 to 4096 (up to 46 MB of B in use), and 10% slower with K = 7168
-(81 MB, 28 tiles for each CTA). With 8 to 14 tiles it made 32 groups of about 192 rows 4 to 9% faster, with K = 7168
-too. Groups of 4096 and 8192 rows were 1% slower."""
+"""Tiles of a CTA, rows of tiles of a group, and bytes of B up to which padding is skipped: see `skips_padding`, and
+docs/measurements/rules.md."""
 
 _BYTES = {"e4m3": 1, "bf16": 2, "f16": 2}
 
@@ -121,10 +119,7 @@ def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
     """The operands that are loaded with evict-first, as in `loads.evict_first`: B if masked groups have one row of
     tiles each, even with twice the expected rows, and not too many bytes. L2 then keeps what others wrote, instead of
-    writing it back while B is read.
-
-    On an H100, single calls of 6 x 20 rows took 0.88 of the time with 50 MB of B, 0.97 with 132 MB and 0.99 with 264
-    MB; 32 x 20 rows took 1.03 with 700 MB. Where several rows of tiles read B, evict-first cost up to 45%."""
+    writing it back while B is read (docs/measurements/rules.md)."""
     weights = spec.groups * spec.n * spec.k * _BYTES[spec.b.dtype]
     return int(is_low(spec, config) and weights <= _MOST_EVICTED)
 

@@ -1,4 +1,4 @@
-"""Rasterisation: the order in which a launch computes its tiles."""
+"""Rasterisation: the order in which a launch computes its tiles. What was measured is in docs/measurements/rules.md."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _LONE_GROUP = 6
 
 _NEIGHBOURS = 16
 """Consecutive CTAs that run in one GPC, which has 16 or 18 SMs on an H200. A GPC requests a line once from L2 for all
-of its SMs: 4 x 4 tiles need 8 rows or columns of operands, 16 x 1 tiles need 17. For M = 512, N = 4096, K = 7168 the
-loads of 128x128 tiles alone took 15.2 us in this order and 23.4 us in rows (H200). Whole kernels became up to 12%
-faster, and 4% at M = 256 and 512."""
+of its SMs: 4 x 4 tiles need 8 rows or columns of operands, 16 x 1 tiles need 17."""
 
 _COUNTED_WAVES = 16
 """Launches of up to this many waves get the order that reads the fewest bytes, by counting them. Counting takes 1 to
@@ -24,8 +22,7 @@ _COUNTED_WAVES = 16
 
 KEPT_BYTES = 30_000_000
 """Bytes that stay in L2 until they are used again. An H200 has 50 MB, but each half of the chip keeps its own copy of
-lines that both halves read. An LRU cache of 30 MB predicts the bytes that launches read from HBM: 1147 MB for
-1893 x 30176 x 12800, of which 1213 were measured, and 612 for 4096 x 7168 x 16384, of which 622 were measured."""
+lines that both halves read. An LRU cache of this size predicts the bytes that launches read from HBM."""
 
 
 @record(frozen=True)
@@ -74,15 +71,12 @@ def raster(config: GemmConfig, m: int, n: int, k: int, num_sms: int) -> Raster:
     If neither stays, a wave of C clusters that covers w columns of tiles reads w B-tiles and C / w A-tiles. The fewest
     bytes are read at w = sqrt(C * cluster rows / cluster columns). Waves do not end where bands and groups end. So the
     bytes of all waves are counted for bands of about that width and groups up to the height that suits consecutive
-    CTAs, and the order with the fewest bytes is taken. With it 4096 x 7168 x 16384 reads 570 MB instead of 612, and
-    took 1.9% less time back to back and 1.1% less alone (H200); other shapes with 4096 rows and more took 0.4 to 1.0%
-    and 0.4 to 0.7% less. Where bytes are not counted, bands are equally wide, so that the last band is not narrow.
+    CTAs, and the order with the fewest bytes is taken. If bytes are not counted, bands are equally wide, so that the
+    last band is not narrow.
 
     An operand stays in L2 if it fits there together with the part of the other that a wave reads. A also stays if B is
     loaded with evict-first. Such parts of B are sometimes evicted before the last CTA has read them, so this pays only
-    where a wave reads much: on an H200 1893 x 30176 x 12800 (24 MB of A stay, a wave reads 25 MB of B) took 2 to 4%
-    less time, and 4096 x 4096 x 7168 (29 and 9 MB) 1% more. A is never loaded with evict-first: 8192 x 4096 x 7168 took
-    4% longer with it.
+    if a wave reads much. A is never loaded with evict-first: that was slower.
 
     The result is cached, because it does not depend on addresses."""
     rows, columns = config.block_m * config.cluster_m, config.block_n * config.cluster_n

@@ -18,10 +18,9 @@ Places: TypeAlias = Sequence[int]
 
 
 def entry_source(variants: Sequence[Operation]) -> str:
-    """The source of the function ``entry`` with the parameters of ``variants``: operations that differ in the optional
-    tensors that are `Operation.absent`; those with more of them come first. It makes a warm call, or calls
-    `Calls.first`. All that `Operation.check`, `Operation.work` and the choice of a plan look at is in ``key`` or in
-    ``rest``, or clears what is remembered when it changes."""
+    """The source of the function ``entry`` with the parameters of ``variants`` (see `calls.entry`). It makes a warm
+    call, or calls `Calls.first`. Everything that `Operation.check`, `Operation.work` and the choice of a plan depend on
+    is in ``key`` or in ``rest``, or a change of it forgets all calls."""
     taken = [_own(parameter) for parameter in variants[0].entry_arguments]
     lines = [f"def entry({', '.join(taken)}):"]
     if redirects := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "redirects"]:
@@ -95,7 +94,7 @@ def _body(operation: Operation, calls: str) -> list[str]:
         *([" or ".join(f"{name}.is_neg()" for name in signed)] if signed else []),
         *(f"type({own[name]})" for name in pairs),
         *(f"{name} is None" for name in refused),
-        # True and 1.0 equal 1, but not all of them are taken.
+        # True and 1.0 equal 1, but a check may refuse one of them.
         *(f"{own[name]} is None or {own[name]} is False or type({own[name]})" for name in plain if name not in added),
         *(f"environment({variable.encode()!r})" for variable in variables),
     ]
@@ -152,9 +151,10 @@ def fits(
 def runner(
     count: int, has_scratch: bool, inside: tuple[tuple[int, int], ...], picks: tuple[tuple[int, ...], ...]
 ) -> Callable[..., Callable[[Places], None]]:
-    """Makes the function of a call with several launches from one that returns its scratch memory, and from those that
-    launch. ``picks`` says which each launch takes of the ``count`` operands, of the scratch memory, and of what is
-    ``inside`` of these: the number of the whole, and the bytes from its beginning."""
+    """Makes the function of a call with several launches, from a function that allocates scratch memory and from the
+    launches themselves. The addresses are those of the ``count`` operands, of the scratch memory, and of the parts
+    ``inside`` these (the index of the whole, and the offset in bytes). ``picks`` are the indices of the addresses of
+    each launch."""
     wholes = count + has_scratch
     at = [f"p{index}" for index in range(wholes + len(inside))]
     launches = [f"l{index}" for index in range(len(picks))]

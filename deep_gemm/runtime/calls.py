@@ -36,7 +36,7 @@ MAX_REMEMBERED = 8192
 reached, all are dropped: calls that repeat are soon remembered again."""
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-"""Types of tensors that are neither fake nor DTensors. A parameter that is one has another type."""
+"""Types of tensors that have memory of their own: neither fake tensors nor DTensors."""
 
 _raw_stream = engine.raw_stream
 _is_grad_enabled = torch.is_grad_enabled
@@ -44,8 +44,8 @@ _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.
 
 
 class _DeviceOf(dict[type, Callable[[Any], int]]):
-    """The function that returns a tensor's device, by the tensor's type. Fake ones have none: of these nothing else may
-    be asked but what a check asks, since torch warns when their address is read."""
+    """The function that returns a tensor's device, by the tensor's type. Fake tensors raise TypeError here, before
+    their address is read, since torch warns about that."""
 
     def __missing__(self, kind: type) -> Callable[[Any], int]:
         if not issubclass(kind, Tensor) or is_fake_type(kind):
@@ -67,11 +67,11 @@ class Calls:
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
-        # Keyed by what differs between calls that alternate: addresses, shapes, options, stream, the switch for batch
-        # invariance. Beside the launch is the rest of what checks, work and plans look at (see `entry_source`), which
-        # must be equal: so it need not be hashed. None after one call that was a replay.
+        # Keyed by what differs between calls that alternate: addresses, shapes, options, stream, batch invariance. The
+        # value is the launch, and the rest of what checks, work and plans depend on (see `entry_source`): it is
+        # compared, which is cheaper than hashing. None marks a key seen once, as a replay; the second hit records it.
         self.warm: dict[Any, tuple[Any, Callable[[], object]] | None] = {}
-        # Keyed by the same and the rest, without the addresses, and by whether there is a weight promise.
+        # Keyed by the weight promise, the key of `warm` without addresses, and the rest.
         self.replays: dict[Any, Call] = {}
         self.every.add(self)
 
@@ -109,8 +109,7 @@ class Calls:
         # The common case, tensors on the current device, needs no device guard.
         _remember(warm, key, (rest, call if current == device else functools.partial(_on_device, device, call)))
         kind = (replay.constant, key[self._count :], rest)
-        # If a replay is there already, these addresses came again, or the alignment changed, perhaps for later calls
-        # too.
+        # Keep the newest replay: later calls probably have its alignment.
         if current == device and not (kind in replays and replays[kind].fits(key[: self._count])):
             _remember(replays, kind, replay)
 
@@ -122,8 +121,8 @@ class Calls:
         rest: Any,
         tensors: tuple[Tensor, ...],
     ) -> bool:
-        """Make the call of ``key`` as a replay of one that differs in addresses, or if these came before by a record of
-        its own. False if there is none that fits."""
+        """Make the call of ``key`` as a replay of a call that differs only in addresses. The second call with the same
+        addresses gets a launch record of its own. False if no replay fits."""
         promised = True
         for index in self._weights:
             if not weight_promises.is_constant(tensors[index]):
@@ -149,8 +148,8 @@ class Calls:
 
 
 def _made(operation: Operation, x: Operands, device: int) -> tuple[Call, Callable[[], object]] | None:
-    """Make a call on the current stream of ``device``: its launches, and the record of them. None if no kernel can
-    compute it, or some part of it, and a fallback did."""
+    """Make a call on the current stream of ``device``. Returns its replay and its launch record, or None if a fallback
+    computed the call or a part of it."""
     try:
         replay = _prepare(operation, x, device)
     except UnsupportedError as error:
@@ -215,15 +214,16 @@ class Replay:
         self._run: Callable[[Places], None] | None = None
 
     def is_for(self, key: Any) -> bool:
-        """Whether a call with this key may be remembered: the check copied no operand, and the kernels were chosen for
-        the key's position of the switch for batch invariance, which another thread may set meanwhile."""
+        """Whether a call with this key may be remembered: the check copied no operand, and kernels were chosen for the
+        key's batch invariance, which another thread may have changed meanwhile."""
         specs = [step.spec for step in self._work.steps]
         same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
         return same and key[: len(self._first)] == self._first
 
     def record(self, at: Places | None = None) -> Callable[[], None]:
-        """The call at addresses for which `fits` is true, by launch records of its own; at the first addresses by those
-        of replays, unless there is one kernel and no scratch memory."""
+        """The call at fixed addresses, for which `fits` is true. A call of one kernel without scratch memory gets a
+        launch record of its own. Others patch the records of replays at the first addresses, or records of their
+        own."""
         if len(self._plans) == 1 and not self._work.places:
             return self._launch(0, dict(zip(self._names, at or self._first, strict=True)))
         if at is not None:
@@ -264,9 +264,9 @@ class Replay:
 
 
 def entry(*variants: Operation) -> Callable[..., None]:
-    """The function behind a public one: all arguments by position, without defaults. ``variants`` are operations with
-    the same arguments, which differ in the optional tensors that are given (`Operation.absent`): those with fewer
-    tensors come first."""
+    """The function behind a public one: it takes all arguments by position. ``variants`` are operations with the same
+    arguments that differ in the optional tensors that are given (`Operation.absent`). Those with fewer tensors come
+    first."""
     namespace: dict[str, Any] = {
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,

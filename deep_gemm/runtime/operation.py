@@ -36,8 +36,8 @@ class Operands(Protocol):
 
 @record(frozen=True)
 class Step:
-    """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call or to scratch
-    memory. ``numbers`` are what the kernel takes besides sizes and strides, such as alpha."""
+    """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call, or to names in
+    `Work.scratch` and `Work.inside`. ``numbers`` are what the kernel takes besides sizes and strides, such as alpha."""
 
     spec: Spec
     strides: Strides
@@ -46,15 +46,15 @@ class Step:
 
 
 SCRATCH, SCRATCH_ALIGNMENT = "scratch", 256
-"""The name of the one allocation with all scratch memory of a call, and where its parts begin, in bytes."""
+"""The name of the one allocation that has all scratch memory of a call, and the alignment of its parts in bytes."""
 
 
 @record(frozen=True)
 class Work:
     """The launches of a call in order, and the shapes and dtypes of their scratch memory by name.
 
-    ``inside``: operands of steps that are parts of an operand or of scratch memory: its name, and the bytes from its
-    beginning. ``zeroed``: scratch memory is zeros first.
+    ``inside`` has operands of steps that are a part of an operand, or of scratch memory: the name of the whole, and the
+    offset of the part in bytes. ``zeroed``: scratch memory is zeroed before the first launch.
     """
 
     steps: tuple[Step, ...]
@@ -64,8 +64,8 @@ class Work:
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[str, int]]:
-        """Where each operand of a step lies that is none of the call: in an operand, or in `SCRATCH`, and the bytes
-        from its beginning."""
+        """For each operand of a step that is not an operand of the call: the operand of the call that it is a part of,
+        or `SCRATCH`, and its offset in bytes."""
         found, end = dict[str, tuple[str, int]](), 0
         for name, (shape, dtype) in self.scratch.items():
             found[name] = SCRATCH, end
@@ -77,7 +77,8 @@ class Work:
 
     @property
     def main(self) -> int:
-        """The step by which a call is known: the last product, or if there is none the last step."""
+        """The index of the step that stands for the call in reports: the last product, or the last step if there is no
+        product."""
         products = [index for index, step in enumerate(self.steps) if isinstance(step.spec, GemmSpec)]
         return products[-1] if products else len(self.steps) - 1
 
@@ -89,8 +90,8 @@ class Work:
 
 @record(frozen=True)
 class Fault:
-    """Values in the memory of operands that kernels take on trust. ``where`` is true for each that is wrong. ``say``
-    makes the sentence for one of them, from its indices."""
+    """A rule that values in an operand's memory must follow, and that kernels do not check. ``where`` is true for each
+    value that breaks it. ``say`` makes the message for one of them, from its indices."""
 
     where: Tensor
     say: Callable[..., str]
@@ -143,29 +144,30 @@ class Operation(ABC):
     parameters: tuple[Parameter, ...]
     """Arguments of the public function, in order, and those that it adds."""
     operands: Mapping[str, str]
-    """Tensors by the names that kernels and messages use. A tensor is an argument, or ``"a[0]"`` for a part of a
-    pair."""
+    """The argument that each tensor comes from, by the name that kernels and messages use: an argument's name, or
+    ``"a[0]"`` for a part of a pair."""
     output: str
     """The operand that is written, or the first of several."""
     outputs: tuple[str, ...] = ()
     """The operands that are written, if there are several."""
     kept: tuple[str, ...] = ()
-    """Outputs that are read too, or of which some elements stay as they were."""
+    """Outputs whose old values matter: they are read, or some elements are not written."""
     apart: bool = True
     """Whether the output must share no memory with the other operands."""
     in_place: str = ""
-    """The operand that may be the output itself: the same address, shape and strides."""
+    """The operand that may be the output itself, with the same address, shape and strides."""
     absent: tuple[str, ...] = ()
-    """Optional tensors that are None in this operation. With them another one is called: see `calls.entry`."""
+    """Optional tensors that are None in this operation. A call that gives one goes to another variant: see
+    `calls.entry`."""
     weights: tuple[str, ...] = ()
     """Operands that callers may promise to be constant (`declare_constant`)."""
     floats: tuple[str, ...] = ()
     """Arguments that are floats, for which 0.0 and -0.0 differ."""
     unsigned: tuple[str, ...] = ()
-    """Operands of FP8 values and of integers. Only a private function of torch makes views of them whose sign is
-    applied when they are read (and torch cannot read such FP8), so a warm call does not look."""
+    """Operands of FP8 values and of integers. A warm call does not ask whether they are negated views, which only a
+    private function of torch makes of these dtypes."""
     settings: tuple[str, ...] = ()
-    """Settings that `check` and `work` read: a change of one counts for calls that are remembered, too."""
+    """Settings that `check` and `work` read. They are in the key of a warm call, so that a change takes effect."""
     titles: Mapping[str, str] = MappingProxyType({})
     """What the public function calls a parameter, where it has another name."""
     has_operator: bool = True
@@ -174,8 +176,8 @@ class Operation(ABC):
     """Fallbacks, by their names in DG_FALLBACK; "torch" is `reference`."""
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """The dimensions of tensor arguments by letters, as einsum writes them: small ones may be divided among ranks,
-        in all operands that have them. Empty if nothing may be: see `sharding`."""
+        """The dimensions of each tensor argument as letters, as in einsum. A dimension with a small letter may be
+        sharded over ranks, in all operands that have it: see `sharding`. Empty if none may be."""
         return {}
 
     @functools.cached_property
@@ -193,8 +195,8 @@ class Operation(ABC):
         return {parameter.name: parameter.default for parameter in self.arguments}
 
     def given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of `check` by name. Those that are left out have their defaults. Refuses a text that is none of
-        a parameter's choices: operators take any."""
+        """The arguments of `check` by name, with defaults for those that are left out. Refuses a text that is not one
+        of the parameter's choices, since torch operators take any text."""
         found = self._defaults | dict(zip(self._defaults, arguments, strict=False)) | dict(named)
         for name, choices in self._choices.items():
             if not isinstance(found[name], str) or found[name] not in choices:
@@ -216,11 +218,11 @@ class Operation(ABC):
         raise NotImplementedError(f"{self.name} has no parameter that redirects a call")
 
     def faults(self, x: Any) -> Sequence[Fault]:
-        """What may be wrong with values on the device, for operations whose `settings` include "check"."""
+        """The rules of values in the operands' memory, for operations whose `settings` include "check"."""
         return ()
 
     def check_values(self, x: Any) -> None:
-        """Refuse values in the memory of checked operands that break the contract. Waits for the device once."""
+        """Refuse operands whose values break a rule of `faults`. Waits for the device once."""
         if "check" in self.settings:
             refuse_faults(self.name, x.device, lambda: self.faults(x))
 
@@ -233,8 +235,7 @@ class Operation(ABC):
         return engine.plan(step.spec, device)
 
     def parts(self, x: Any) -> Sequence[tuple[Operation, Any]]:
-        """Operations that compute the checked operands one after the other, with theirs, if it is several in one
-        call."""
+        """If the operation is a chain of several: each of them, with its checked operands."""
         return ()
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """A D of FP8 in one launch, or in two: a product with a float32 D, and the cast of that.
 
 An FP8 D needs all columns of a scale in one CTA, so that tiles are wide, and K is not split over CTAs. With few rows
-most SMs have no tile then.
+most SMs have no tile then. What the constants were measured by: docs/measurements/rules.md.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from .heuristic import FEW_TOKENS, least, ranked_as, select
 from .model import speed
 
 LAUNCH_US = 2.0
-"""The time of the second launch, without that of moving the bytes of the cast. A cast of few rows took 1.8 us in a
-graph and 2.5 in a single call; one of 1024 to 8192 rows took these 2 us and the time of its bytes from HBM (H200)."""
+"""The time of the second launch, without that of moving the bytes of the cast."""
 
 GAIN_OF_FEW, GAIN = 1.1, 1.2
-"""The time of one launch over that of two from which there are two, for at most `FEW_TOKENS` rows and for more. The
-model's estimate of that is up to 8% too high: 1.29 where 1.20 was measured (64 x 4096 x 7168 with SiLU), and 0.97 where
-it was 0.95 (4096 rows with SwiGLU, H200). With more rows it goes up and down with the rounds of tiles. A layer should
-change its number of launches at one M only. 11 of 912 layers of models (FP8 and BF16, with and without a gate, on two
-cards) do so at several; if 1.1 held for all M, 79 would."""
+"""Two launches are chosen if one takes this many times as long, by the model: for at most `FEW_TOKENS` rows, and for
+more. With more rows the ratio varies with the rounds of tiles, and a layer should change its number of launches at one
+M only."""
 
 
 @record(frozen=True)
@@ -39,8 +36,8 @@ class Casting:
 
 
 def casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = None) -> Casting:
-    """How ``spec``, which `apart` divides, is computed: by the model, whatever was measured, so that calls and those
-    who compile ahead for them agree. M counts as in the choice of a config. Raises UnsupportedError."""
+    """How ``spec``, which `apart` divides, is computed. Measured times are not used, so that precompilation finds what
+    calls choose. M is rounded as in the choice of a config. Raises UnsupportedError."""
     return _casting(ranked_as(spec), arch, calibration or default())
 
 
@@ -56,8 +53,8 @@ def _casting(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> Castin
 
 
 def all_launches(spec: GemmSpec, arch: ArchSpec, calibration: Calibration) -> tuple[Spec, ...]:
-    """The specs of the launches for every M that is ranked as that of ``spec``, as far as kernels differ: the tile of a
-    cast goes by M itself. Raises UnsupportedError."""
+    """The specs of the launches for every M that is ranked as that of ``spec``, one for each kernel. The tile of a cast
+    depends on M itself, so the least M has a spec too. Raises UnsupportedError."""
     both = apart(spec)
     if both is None or casting(spec, arch, calibration).launches == 1:
         return (spec,)

@@ -1,7 +1,7 @@
 """The selector: ranks every config that the families offer for a spec by the model.
 
 Neighbouring M share a choice (`representative`): so all kernels that any M can need are known, and serving, where M
-keeps changing, ranks rarely.
+keeps changing, ranks rarely. What the constants were measured by: docs/measurements/rules.md.
 """
 
 from __future__ import annotations
@@ -51,25 +51,19 @@ FEW_TOKENS = 64
 """M up to this is a decoder's."""
 
 SUSTAINED_FLOPS, PREFILL_FLOPS = 1e10, 2e9
-"""FLOPs from which power limits launches that follow one another. On an H200, 1000 x 2112 x 7168 took 29.8 us alone and
-31.8 us back to back in one config, 28.8 and 30.8 in another. For M above `SOME_TOKENS` the limit is lower, since
-prefill and training launch thousands in a row: 1000 x 576 x 7168 took 12.9 us back to back with 64x80 tiles, and 11.4
-with 64x96 tiles, which draw less."""
+"""FLOPs from which power limits launches that follow one another. For M above `SOME_TOKENS` the limit is lower, since
+prefill and training launch thousands in a row."""
 SUSTAINED_PART = 0.9
 """Where power is the limit, configs are ranked by a smooth maximum of two times: that of a single call without its
-launch, which overlaps with other launches, and this fraction of the time limited by power. Quality of the choices (best
-time over theirs) back to back: 0.991 for 29 shapes of 15 GFLOP and more, up to ten configs each (0.980 if power is
-ignored); 0.983 for 15 smaller ones (0.970); 0.994 for 22 others, up to five configs each (0.981). For single calls,
-over 200 surveyed shapes of 10 GFLOP and more: 0.975, and 0.977 if power is ignored."""
+launch, which overlaps with other launches, and this fraction of the time limited by power."""
 SHARPNESS = 6
+"""The exponent of that maximum."""
 
 STREAMED_K = 9000
 """From this K on a launch of few rows is long enough for `partly_full` to matter."""
 
 PARTLY_FULL, PARTLY_FULL_POWER = (0.5, 0.9), 0.2
-"""See `partly_full`. Quality (best time over the choice's) of 92 products of up to 128 rows in graphs, with the rule
-and without: BF16 0.964 and 0.898 (H200), 0.966 and 0.917 (H100); FP8 0.987 and 0.939, 0.988 and 0.957. In single calls,
-of which the model knows more, BF16 lost 0.8 and 0.3%, and FP8 nothing. Powers of 0.1 and 0.3 are worse."""
+"""Fractions of the places for CTAs between which `partly_full` counts, and its exponent."""
 
 
 def representative(m: int) -> int:
@@ -105,10 +99,9 @@ def streams(spec: GemmSpec) -> bool:
 
 
 def partly_full(spec: GemmSpec, config: GemmConfig) -> float:
-    """What to multiply the time of one launch by, where launches follow one another, as in a decoder's graph. If CTAs
-    take more than half of the places, but not all, the next launch finds places for a part of its CTAs only, and the
-    others come late. In 18 pairs of tiles that differ in the places alone such a launch took 1.07 to 1.45 times as long
-    (H200; K of 9000 and more), and alone 0.98 to 1.08. This is a mean of both, since a choice serves both."""
+    """A factor of the time of one launch, for launches that follow one another, as in a decoder's graph. If CTAs take
+    more than half of the places, but not all, only some CTAs of the next launch start at once. The factor is between
+    what was measured in a row and alone, since a choice serves both."""
     places = spec.num_sms * config.ctas_per_sm
     taken = ctas(spec, config)
     least, most = PARTLY_FULL

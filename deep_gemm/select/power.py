@@ -2,12 +2,8 @@
 
 When its tensor cores are busy, an H200 lowers its clock until it draws 700 W. Then it no longer matters which SM idles
 when, only how much energy the work takes: products, their reads from shared memory, writes into it, and requests to L2.
-Not hidden by these are D, the launch, and the sums of a split-K exchange. The model is a sum of these terms. Measured
-back to back: for 53 pairs of a config and a shape of 30 GFLOP and more (K from 512 to 16384) its standard error is
-1.5%, and 2.5% for five random shapes that it was not fitted to. It is 8% too low for a shape whose rows begin inside
-sectors, and 17% for one whose tiles have an M tail. For twelve random shapes of 20 to 90 GFLOP it is 7% too low on
-average (standard deviation 5.5%). A sum with four more terms (HBM traffic, rows that begin inside lines, SMs that wait
-for the last tiles of others, Stream-K) fits these within 2%, but its choices were no better.
+These do not hide storing D, the launch, and the sums of a split-K exchange. The model is a sum of these terms.
+docs/measurements/rules.md says how good it is.
 """
 
 from __future__ import annotations
@@ -21,8 +17,7 @@ ROW_BYTES = 128
 BLOCK_BYTES = 128
 """Counts are for a block of this many bytes of each row of K."""
 KNOWN_BYTES = 1
-"""Bytes of the elements that the constants were fitted to. No 16-bit operands were timed back to back, and their single
-calls of 200 to 1900 us took 2 to 28% less than the estimate (H100)."""
+"""Bytes of the elements that the constants were fitted to. No 16-bit operands were timed back to back."""
 
 
 @record(frozen=True)

@@ -1,6 +1,6 @@
 """The tiles that templates for Hopper offer the selector, of those in their serving sets that fit a spec.
 
-Each rule says what was measured that the performance model does not know.
+Each rule stands for what the performance model does not know. docs/measurements/rules.md has the measurements.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONG_K = 4096
 """From this K on small tiles of products without groups have one round, see `takes_too_many_rounds`."""
 
 LARGE_F32 = 1 << 22
-"""Elements of a large float32 D. To add to one in place, tiles below 128x128 took 4 to 40% longer."""
+"""Elements of a large float32 D. To add to one in place, tiles below 128x128 are slower."""
 
 NARROW, WIDE = 32, 128
 """Columns of the narrow FP8 tiles for masked groups, and of the next wider ones; see `masked`."""
@@ -35,7 +35,7 @@ _LITTLE_PADDING = 1.15
 
 
 def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int, ...]) -> list[GemmConfig]:
-    """Of tiles for few rows of A, with ``sizes`` along M in the serving set: those that suit M."""
+    """The configs for few rows of A whose height suits M; ``sizes`` are the heights in the serving set."""
     if spec.a.dtype != "e4m3" and spec.m > MOST_TOKENS:
         return []
     chosen = suitable(spec.m, sizes)
@@ -43,7 +43,7 @@ def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int,
 
 
 def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Of FP8 tiles with any scaling, output and grouping."""
+    """The FP8 configs to rank, for any scaling, output and grouping."""
     filled = half_filled(spec, configs)
     if spec.grouping in groups.ALONG_M:
         return masked(spec, filled) if spec.grouping == "masked" else filled
@@ -51,7 +51,7 @@ def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
 
 
 def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Of 16-bit tiles, swap-AB ones too."""
+    """The 16-bit configs to rank, swap-AB ones too."""
     filled = half_filled(spec, configs)
     if spec.grouping in groups.ALONG_M:
         return filled
@@ -76,25 +76,22 @@ def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig
 
 
 def half_filled(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Without those of which more than half would be padding: a config with half the height is better."""
+    """Drops configs with more than half padding: one with half the height is better."""
     highest = max(64, 2 * (groups.one_group(spec).m if spec.grouping in groups.ALONG_M else spec.m))
     return [config for config in configs if config.block_m <= highest]
 
 
 def short_batch(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Those of ``configs`` for a batch with few blocks of K, such as MLA's queries by the weight of keys. D is most of
-    its bytes, and the model's estimates of the better of two tiles, one for few rows and one for many, are within 7% of
-    the best of all for 8 to 128 heads: so these two do, and a model needs fewer kernels."""
+    """Two configs for a batch with few blocks of K, such as MLA's queries by the weight of keys: one for few rows and
+    one for many. D is most of the bytes then, so that other tiles gain little, and a model needs fewer kernels."""
     two = [c for c in configs if c.cluster_size == 1 and c.tile in ((64, 128), (128, 256))]
     return two or list(configs)
 
 
 def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Those of ``configs`` for masked groups of FP8: the lowest tiles that hold twice the expected rows, if there are
-    such, since groups differ, and a second tile of a group reads its weights again. 8 groups of 32 to 96 rows took 81
-    us with 64 rows a tile, and 66 with 128 (H200; 96 and 87 on an H100). Narrow tiles only where others are too few for
-    all SMs: elsewhere they took 1 to 14% longer in 8 cases (H200), and as long (H100; in single calls up to 3%
-    less)."""
+    """Configs for masked groups of FP8: the lowest tiles that hold twice the expected rows, if any do. Groups differ in
+    size, and a second tile of a group reads its weights again. Narrow tiles are taken only if wider ones are fewer than
+    SMs."""
     low = [config for config in configs if groups.is_low(spec, config)]
     if not low:
         return list(configs)
@@ -104,22 +101,19 @@ def masked(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
 
 
 def rounds(spec: GemmSpec, config: GemmConfig) -> int:
-    """How many CTAs a place for one computes, one after the other."""
+    """Waves of CTAs."""
     return ceil_div(ctas(spec, config), spec.num_sms * config.ctas_per_sm)
 
 
 def splits_in_one_round(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Those of ``configs`` that do not split K, or have a place for each CTA. Of FP8 tiles whose K is split, two rounds
-    took up to 1.47 times as long as other tiles, which the model does not know. All 20 rows of surveys on an H200 and
-    an H100 whose choice this changes became faster, by 2 to 47%."""
+    """Drops FP8 configs that split K and need more than one wave: the model underestimates them."""
     return [config for config in configs if config.cluster_k == 1 or rounds(spec, config) <= 1]
 
 
 def takes_too_many_rounds(spec: GemmSpec, config: GemmConfig) -> bool:
-    """Whether a 16-bit config with a small tile, or split K, would take so many rounds that others are better. CTAs
-    that compute several tiles one after the other drift apart, so that L2 answers each of them alone, and small tiles
-    then wait for it: the longer K is, the more. The model does not know that. In 369 products of more than 64 rows of
-    A, no such config was the best (H100)."""
+    """Whether a 16-bit config with a small tile, or split K, needs too many waves. CTAs that compute several tiles
+    drift apart, so that L2 answers each of them alone, and small tiles wait for it. A longer K makes that worse. The
+    model does not know it."""
     long = spec.k >= LONG_K and spec.grouping == "none"
     return spec.m > MOST_TOKENS and rounds(spec, config) > (1 if config.cluster_k > 1 or long else 3)
 
