@@ -80,11 +80,11 @@ def by_part(m: Any, n: Any, mn: Any) -> dict[str, Any]:
 class Parts:
     """``D = activation(alpha * row_factor * product (+ C) + bias) + residual``: which of these there are.
 
-    A part of `PARTS` is its dtype, if it may have several. ``clamp`` is SwiGLU's limit, and ``cast`` says whether D is
-    FP8 with "1x128" scales, or with such that are powers of two, "ue8m0". In place of an ``activation`` there may be an
-    ``expression``. ``interleaved``: rows of B are a gate's and up's in turn. It is false without any part: there is no
-    epilogue then. JSON, schemas of operators and the command line have the text, such as "alpha+bias:f32+gelu" or
-    "none".
+    The field of a part of `PARTS` is its dtype, if the part may have one of several. ``clamp`` is SwiGLU's limit.
+    ``cast`` is "1x128" if D is FP8, and "ue8m0" if D's scales are powers of two too. An ``expression`` takes the place
+    of an ``activation``. ``interleaved``: rows of B are a gate's and up's in turn. If no field is set, there is no
+    epilogue, and ``bool(parts)`` is False. JSON, schemas of operators and the command line have the text, such as
+    "alpha+bias:f32+gelu" or "none".
     """
 
     alpha: bool = False

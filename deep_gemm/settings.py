@@ -294,7 +294,7 @@ class Settings:
         "(.prom). %p in it becomes the process's id.",
     )
     monitor_every: Setting[int] = Setting(
-        "DG_MONITOR_EVERY", "number", parse_count, 16, "a positive integer", "DG_MONITOR times one of so many calls."
+        "DG_MONITOR_EVERY", "number", parse_count, 16, "a positive integer", "DG_MONITOR times one call in this many."
     )
     tune: Setting[str] = Setting(
         "DG_TUNE",

@@ -50,8 +50,8 @@ def arguments(parts: Parts) -> tuple[Argument, ...]:
 
 
 def values(parts: Parts, strides: Strides, numbers: Numbers) -> Mapping[str, Value]:
-    """The parameters' values, without pointers. The stride of a group's FP8 scales is how much further apart they are
-    than its rows."""
+    """The parameters' values, without pointers. A group's FP8 scales begin ``sfd_stride_g`` after where its rows alone
+    would put them."""
     found: dict[str, Value] = {"alpha": numbers["alpha"]} if parts.alpha else {}
     for part in PARTS:
         if getattr(parts, part.name):

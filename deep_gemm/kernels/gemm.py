@@ -143,7 +143,8 @@ class GemmFamily(KernelFamily):
         return self.rules.illegal(config, arch)
 
     def offered(self, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-        """Those of ``configs``, of the serving set, that the model ranks for ``spec``; see `Template.offered`."""
+        """The configs that the model ranks for ``spec``, of ``configs``, which are of the serving set; see
+        `Template.offered`."""
         return self.rules.offered(spec, configs, self.serving)
 
     def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
@@ -152,7 +153,7 @@ class GemmFamily(KernelFamily):
         return bool(self.fitting(spec, (config,)))
 
     def fitting(self, spec: GemmSpec, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
-        """Those of ``configs`` for which `fits` is true."""
+        """The configs for which `fits` is true."""
         multiple_m, multiple_n = spec.block_multiple
         adds_c, scaling, fits = self.adds_c(spec), spec.scaling, self.rules.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
@@ -191,7 +192,7 @@ class GemmFamily(KernelFamily):
         return self.rules.speeds(spec)
 
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
-        """The inputs of the performance model; with groups, those of about as much work without."""
+        """The inputs of the performance model. Groups are estimated as one product with about as much work."""
         size, scaling = BYTES[spec.a.dtype], spec.scaling
         costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if config.parts:
@@ -205,7 +206,7 @@ class GemmFamily(KernelFamily):
     # ---- a binary
 
     def params(self, spec: GemmSpec, config: GemmConfig, arch: ArchSpec) -> KernelParams:
-        """Takes as many stages as fit beside what the spec needs."""
+        """The binary's config has as many stages as fit beside what the spec needs."""
         sizes = {"m": spec.m, "n": spec.n, "k": spec.k}
         m, n, k = (size if name in spec.compiled_dims else 0 for name, size in sizes.items())
         return self.case(
@@ -317,7 +318,7 @@ def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Ar
 
 @functools.lru_cache(maxsize=64)
 def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, ...]:
-    """A first call asks for them four times."""
+    """Cached, since a first call asks for them four times."""
     return family.rules.arguments(params) + epilogues.arguments(params.epilogue)
 
 

@@ -39,7 +39,7 @@ _BYTES = {"e4m3": 1, "bf16": 2, "f16": 2}
 _STRIP = 16
 """Rows of tiles in a strip."""
 _CHUNK_BYTES = 1024
-"""Of the labels that are looked at together."""
+"""Bytes of row labels that a CTA scans at a time."""
 
 MOST_SUMS = 128 * 128
 """Sums of a part of K that a CTA writes to memory, at most. So memory of one size is enough for every config."""
@@ -133,7 +133,7 @@ def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
 
 
 def along_m_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict[str, Any]:
-    """Values of the parameters that depend on no family."""
+    """Values of the parameters that all families with groups along M have."""
     return _COMMON | {
         "last_rows": config.block_m,
         "last_columns": config.block_n,
@@ -146,7 +146,7 @@ def along_m_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict
 
 
 _COMMON = {"early_stages": 0, "evict_first": 0}
-"""There are no maps for edges, and no loads before the previous kernel has ended."""
+"""Grouped kernels have no edge boxes, and load nothing before the previous kernel has ended."""
 
 
 def along_m_ctas(spec: GemmSpec, config: GemmConfig) -> int:
@@ -162,12 +162,12 @@ def one_group(spec: GemmSpec) -> GemmSpec:
 
 
 def with_weights(found: Features, spec: GemmSpec, element_bytes: int) -> Features:
-    """``found`` with the weights of all groups."""
+    """``found``, with the bytes of all groups' weights instead of those of one."""
     return found._replace(traffic=found.traffic + (spec.groups - 1) * spec.n * spec.k * element_bytes)
 
 
 def along_k_values(spec: GemmSpec, config: GemmConfig, strides: Strides, element_bytes: int) -> dict[str, Any]:
-    """Values of the parameters that depend on no family. d and c have three strides."""
+    """Values of the parameters that all families with groups along K have. d and c have three strides."""
     each = max(1, spec.k // spec.groups) * element_bytes
     inside = raster(config, spec.m, spec.n, each, spec.num_sms)
     c = {"c_stride": strides["c"][1], "c_stride_g": strides["c"][0]} if "c" in strides else {}
@@ -198,8 +198,8 @@ def _tiles(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def parts(config: GemmConfig, spec: GemmSpec) -> int:
-    """How many clusters have a tile of a sum, each with a part of K: as many as can run at the same time, if each CTA
-    has a block of K then. It is 1 for a config without parts."""
+    """The number of parts that K is cut into: as many as fill the GPU with clusters, at most one for each block of K of
+    each CTA. 1 for a config without parts."""
     if not config.parts:
         return 1
     size, blocks = config.cluster_size, ceil_div(spec.k, config.block_k)
@@ -214,8 +214,8 @@ def memory_bytes(spec: GemmSpec) -> int:
 
 
 def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
-    """The inputs of the performance model with parts: those of a product whose tiles are those of all parts, each with
-    one part of K. ``counted`` returns them for a spec. The last cluster of a tile exchanges sums once more."""
+    """The inputs of the performance model for a config with parts: those of a product with one part of K, and the tiles
+    of all parts. ``counted`` returns the inputs for a spec. The last cluster of a tile exchanges sums once more."""
     count = parts(config, spec)
     whole = counted(spec)
     each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=ceil_div(spec.k, count)))

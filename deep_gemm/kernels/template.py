@@ -95,15 +95,15 @@ class Template(ABC):
     def offered(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> list[GemmConfig]:
-        """The configs that the model ranks: those of ``configs``, which fit ``spec``, but for any that measurements
-        show to be slower than another one there. ``serving`` are the rows of the serving set."""
+        """The configs that the model ranks, of ``configs``, which all fit ``spec``: without any that measurements show
+        to be slower than another one. ``serving`` are the rows of the serving set."""
         return list(configs)
 
     def shipped(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> Sequence[GemmConfig]:
-        """The configs of ``configs`` that any sizes like those of ``spec`` may choose. With groups the choice depends
-        on too many sizes to list: all that fit."""
+        """The configs that a wheel ships for specs like ``spec``, whatever their sizes. With groups, all configs that
+        fit, since the choice depends on too many sizes to list."""
         return configs if spec.grouping != "none" else self.offered(spec, configs, serving)
 
     def yields(self, config: GemmConfig) -> bool:

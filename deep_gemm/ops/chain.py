@@ -208,7 +208,7 @@ class Chain(Operation):
         return [(operation, operands) for operation, operands, _ in x.parts]
 
     def reference(self, x: ChainOperands) -> None:
-        """Those of all operations."""
+        """The references of all operations, in order."""
         for operation, operands in self.parts(x):
             operation.reference(operands)
 
@@ -218,7 +218,7 @@ class Chain(Operation):
         return operation.shape(operands)
 
     def flops(self, x: ChainOperands) -> int:
-        """Those of all operations."""
+        """The floating-point operations of all of them."""
         return sum(operation.flops(operands) for operation, operands in self.parts(x))
 
 

@@ -28,7 +28,7 @@ PADDED_HEADS = 16
 """Heads that public functions take, and kernels do not."""
 
 ROW_BYTES = 1024
-"""Rows of a result begin at multiples of so many bytes: callers' top-k kernels read wide words, and rely on it."""
+"""Alignment of a result's rows: callers' top-k kernels read wide words, and rely on it."""
 
 
 @record(frozen=True, eq=False)

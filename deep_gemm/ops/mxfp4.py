@@ -25,7 +25,7 @@ VALUES = (*E2M1, *(-value for value in E2M1))
 MIDDLES = tuple((low + high) / 2 for low, high in pairwise(E2M1))
 """Between each magnitude and the next one."""
 BLOCK = 32
-"""So many values along K share a scale."""
+"""Values along K that share a scale."""
 NAN = 255
 PACKED = (torch.uint8, torch.int8)
 _BIAS = 127

@@ -90,24 +90,24 @@ class EpilogueOperator(Operation):
         return self._kind(self._product, given.get("c") is not None, _present(given))
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """As the operation's. K is whole: an epilogue takes finished sums."""
+        """The operation's, but K cannot be sharded: an epilogue needs complete sums."""
         return {
             name: own.replace("k", "K")
             for name, own in self._kind(self._product, True, EPILOGUE_TENSORS).axes(form).items()
         }
 
     def check(self, *arguments: Any, **named: Any) -> Any:
-        """As the operation for the tensors that are given."""
+        """The check of the operation that has the tensors that are given."""
         given = self.given(arguments, named)
         operation = self._operation(given)
         return operation.check(*(given[parameter.name] for parameter in operation.arguments))
 
     def work(self, x: Any, device: int) -> Work:
-        """As the operation for these tensors."""
+        """The launches of the operation that has these tensors."""
         return self._operation(x.tensors).work(x, device)
 
     def reference(self, x: Any) -> None:
-        """As the operation for these tensors."""
+        """The reference of the operation that has these tensors."""
         self._operation(x.tensors).reference(x)
 
 

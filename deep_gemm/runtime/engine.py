@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def config(self) -> str:
-        """Its config in a few letters, for people."""
+        """A short description of its config."""
         return self.kernel.describe(self.params.config)
 
     @property
@@ -220,7 +220,7 @@ def _entry(
     seconds: dict[str, float],
     ranked: list[select.Choice],
 ) -> dict[str, Any]:
-    """What the debug record says about a plan, made when it is asked for: that takes 500 Python calls."""
+    """A plan's entry in the debug record. It is made on demand, since that takes 500 Python calls."""
     entry = {
         "spec": to_json(spec),
         "device": device,
@@ -284,7 +284,7 @@ def load(params: KernelParams, device: int, what: str) -> tuple[Function, Binary
 
 
 def load_once(key: Hashable, load: Callable[[], tuple[Function, Binary]], what: str) -> tuple[Function, Binary]:
-    """What ``load`` returned the first time that ``key``, which holds the device, was asked for."""
+    """The result of ``load()``, remembered by ``key``, which holds the device."""
     with _lock:
         found = _functions.get(key)
         if found is None:

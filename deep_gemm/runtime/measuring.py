@@ -36,8 +36,8 @@ _lock = ForkLock()
 
 @dataclass(frozen=True)
 class Tuned:
-    """One measurement: the times of configs in us, the config that the model had chosen (corrected, where that helps),
-    and the one that calls use now."""
+    """One measurement: the times of configs in us, the config that the model had chosen, and the one that
+    calls use now."""
 
     spec: GemmSpec
     times: Mapping[GemmConfig, float]
@@ -78,8 +78,8 @@ def tuning() -> Iterator[list[Tuned]]:
 
 
 def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], device: int) -> None:
-    """Measure configs for the products of a call on CUDA device ``device``, if nobody has planned or measured such
-    ones. Nothing is measured while the current stream is captured. ``tensors`` are only read.
+    """Measure configs for those products of a call on CUDA device ``device`` that were neither planned nor measured
+    before. Nothing is measured while the current stream is captured. ``tensors`` are only read.
 
     Raises:
         UnsupportedError: there is no kernel for this spec or these options.
@@ -168,7 +168,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 def _built(spec: GemmSpec, configs: Sequence[GemmConfig], arch: archs.ArchSpec) -> list[GemmConfig]:
-    """Those of ``configs`` whose kernels are in the cache or could be compiled."""
+    """The configs whose kernels are in the cache or could be compiled."""
 
     def build(config: GemmConfig) -> bool:
         try:

@@ -67,7 +67,7 @@ def register(name: str) -> int:
 
 
 def _divide(name: str, variants: Sequence[Operation]) -> None:
-    """Register what the operator ``name`` does with DTensors, once, if the process has DTensors."""
+    """Register the rules of operator ``name`` for DTensors, once, if the process has DTensors."""
     if name not in _divided and "torch.distributed.tensor" in sys.modules:
         from deep_gemm.runtime import sharding
 
@@ -90,7 +90,7 @@ def _define(name: str, arguments: str, real: Callable[..., Any], fake: Callable[
 _libraries: dict[str, torch.library.Library] = {}
 """By operator, which lives as long as its library."""
 _divided: set[str] = set()
-"""The operators that know what to do with DTensors, which not every process has."""
+"""Operators whose rules for DTensors are registered. A process without DTensors needs none."""
 
 register._dynamo_marked_constant = True  # type: ignore[attr-defined]
 """What `torch.compiler.assume_constant_result` sets, without importing Dynamo: a trace calls `register`."""
@@ -110,8 +110,9 @@ def register_all() -> tuple[str, ...]:
 
 
 def is_recorded(arguments: Sequence[Any]) -> bool:
-    """Whether a call is one of its operator: its tensors are DTensors; or it belongs to a program that is exported
-    without reading our code, and they are fake. The flag alone says only that some thread of the process compiles."""
+    """Whether a call must be recorded as a call of its operator: its tensors are DTensors, or they are fake and belong
+    to a program that is exported without tracing our code. ``is_compiling`` alone says only that some thread of the
+    process compiles."""
     if DTENSOR not in sys.modules and not torch.compiler.is_compiling():
         return False  # as most calls are
     tensors = [x for each in arguments for x in (each if isinstance(each, (tuple, list)) else (each,))]
@@ -220,7 +221,7 @@ def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable
 
 
 def _fake(variants: Sequence[Operation]) -> Callable[..., None]:
-    """Checks as a call does."""
+    """The operator's function for fake tensors: it runs the checks of a call."""
 
     def fake(*flat: Any) -> None:
         arguments = _arguments(variants[0], flat)

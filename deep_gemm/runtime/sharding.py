@@ -40,7 +40,7 @@ def why_not_divided(what: str, size: int, degree: int, block: int = SCALE_BLOCK)
 def register(
     name: str, library: torch.library.Library, operation: Operation, parts: Sequence[tuple[str, str]], written: set[str]
 ) -> None:
-    """Register what the operator ``name`` does with DTensors. ``parts`` are the names of its arguments, and what they
+    """Register the rules of operator ``name`` for DTensors. ``parts`` are the names of its arguments, and what they
     are of the operation's, such as ``a[0]``; ``written`` are those that it writes, or returns fresh ones of."""
     from torch.distributed.tensor import DTensor
 

@@ -90,7 +90,7 @@ def maps(names: str) -> tuple[Argument, ...]:
 def launch(
     rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[Grid, dict[str, Value]]:
-    """See `Template.launch`. In z are the parts of K."""
+    """See `Template.launch`. The grid's z dimension has the parts of K."""
     _check_whole_pieces(params, spec.n)
     make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.ALONG_M else dense
     ctas, values = make(rules, params, spec, strides, numbers, early)
@@ -102,7 +102,8 @@ def launch(
 def dense(
     rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
-    """Of one product, with columns left out too, of a batch, or of a sum of several."""
+    """The grid size and the values for one product (also if D has columns that are left out), for a batch, or for a sum
+    of products."""
     c, size, batched = params.gemm, BYTES[spec.a.dtype], spec.grouping == "batched"
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)

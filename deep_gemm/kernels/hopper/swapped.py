@@ -121,7 +121,7 @@ class Swapped(HopperTemplate):
     def shipped(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> Sequence[GemmConfig]:
-        """The choice depends on each M: all that fit."""
+        """All that fit, since each M has a choice of its own."""
         return configs
 
     def stores_by_tma(self, params: KernelParams) -> bool:
