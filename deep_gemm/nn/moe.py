@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.moe import fp8_moe
 from deep_gemm.nn import casts
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.products import grouped_gradient, grouped_product
@@ -30,15 +29,6 @@ def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
     sigmoid, d = gate.sigmoid(), d.float()
     d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat([d_gate, d * gate * sigmoid], dim=1).to(hidden.dtype)
-
-
-def refuse_gradient(x: Tensor) -> None:
-    """Refuse tokens that take a gradient, which weights without one would end."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise InvalidInputError(
-            "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
-            "torch.no_grad(), or build it with mode='training'."
-        )
 
 
 class Experts(torch.autograd.Function):
@@ -99,8 +89,6 @@ class MoE(nn.Module):
             is float32. Where ``.bfloat16()`` or FSDP2 casts it, scores are products of that dtype.
 
     ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
-    In inference mode `deep_gemm.fp8_moe` computes the experts: gate and up are not rounded to bfloat16 there, as they
-    are in training mode.
     How many tokens an expert gets stays on the device: the layer never waits for the GPU.
 
     Raises InvalidInputError, which names the argument.
@@ -154,9 +142,6 @@ class MoE(nn.Module):
         return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        if self.gate_up.mode == self.down.mode == "inference":
-            refuse_gradient(x)
-            return fp8_moe(x, chosen.contiguous(), weights.contiguous(), self.gate_up.plain(), self.down.plain())
         routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
         for watch in self.watchers:
             watch(x, routing)
@@ -177,7 +162,11 @@ class MoE(nn.Module):
         return y
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        refuse_gradient(x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise InvalidInputError(
+                "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
+                "torch.no_grad(), or build it with mode='training'."
+            )
         hidden = self.hidden(x, routing)
         out = grouped_product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, routing.labels)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
