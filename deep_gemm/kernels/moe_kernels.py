@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from itertools import product
 
@@ -40,8 +39,9 @@ class _OneConfig(KernelFamily):
         """None: shared memory is static."""
         return 0
 
-    @abstractmethod
-    def cases(self) -> list[KernelParams]: ...
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
+        """None: dense products need no experts."""
+        return []
 
 
 class DispatchFamily(_OneConfig):
@@ -116,11 +116,11 @@ class DispatchFamily(_OneConfig):
         masked, *given = params.options
         return "_".join([self.name, "masked" if masked else "psum", *map(str, given), params.dtype])
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """All of them."""
         return self._cases(((), ("weights",), ("stats",), ("weights", "stats")))
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Those of `deep_gemm.fp8_moe`."""
         return self._cases(((),))
 
@@ -175,11 +175,11 @@ class CombineFamily(_OneConfig):
         """Such as ``moe_combine_weights``."""
         return f"{self.name}_weights" if params.options[0] else self.name
 
-    def cases(self) -> list[KernelParams]:
+    def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """With weights and without."""
         return [self.params(CombineSpec(64, 4096, 8, each), self.config, SM90) for each in (False, True)]
 
-    def default_cases(self) -> list[KernelParams]:
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """That of `deep_gemm.fp8_moe`."""
         return self.cases()[1:]
 
