@@ -1,0 +1,290 @@
+"""DeepGEMM's fused mixture-of-experts layer for Hopper, for a group of one rank: its names, buffers and semantics, by
+the launches of `deep_gemm.fp8_moe`.
+
+`deep_gemm` does not export these names yet, because callers ask by ``hasattr`` whether they work: kernels that they
+launch have not been run on a GPU, and none reads weights of `transform_weights_for_mega_moe_sm90` on one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import quantize
+from .errors import InvalidInputError, UnsupportedError
+from .ops import checks, moe_chain
+from .ops.checks import MAX_SIZE, check_index, shown
+from .quantize import Quantized
+from .spec import SCALE_BLOCK, align
+
+__all__ = [
+    "SymmBuffer",
+    "fp8_mega_moe",
+    "get_symm_buffer_for_mega_moe",
+    "get_symm_buffer_for_sm90_mega_moe",
+    "mega_moe_pre_dispatch_sm90",
+    "transform_weights_for_mega_moe_sm90",
+]
+
+TOKEN_ALIGNMENT = 128
+"""Of the most tokens of a rank."""
+
+TURNS = 8
+"""Rows of gate, and then of up, in turn."""
+
+
+class SymmBuffer:
+    """What a rank gives to the layer: see `get_symm_buffer_for_sm90_mega_moe`. One serves all layers of these sizes.
+
+    Attributes: ``x`` (rows, hidden) E4M3, ``x_sf`` (rows, hidden / 128) float32, ``topk_idx`` (rows, topk) int64,
+    ``topk_weights`` (rows, topk) float32, ``num_max_tokens_per_rank``, which is rows, and ``group``.
+    """
+
+    def __init__(
+        self, group: Any, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int, inner: int
+    ) -> None:
+        ranks = 1 if group is None else group.size()
+        if ranks != 1:
+            raise UnsupportedError(
+                f"group has {ranks} ranks, and this version computes a layer on one. Pass None or a group of one rank, "
+                "or send tokens to other ranks by deep_gemm.nn.parallel.ExpertParallel."
+            )
+        for name, size in (("num_experts", num_experts), ("num_max_tokens_per_rank", num_max_tokens_per_rank)):
+            check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
+        check_index("num_topk", num_topk, 1, num_experts, f"from 1 to {num_experts}, the number of experts")
+        for name, size in (("hidden", hidden), ("intermediate_hidden", inner)):
+            check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
+            if size % SCALE_BLOCK:
+                raise InvalidInputError(f"{name} must be a multiple of {SCALE_BLOCK}, but it is {size}.")
+        self.group, self.num_experts, self.num_topk = group, num_experts, num_topk
+        self.hidden, self.intermediate_hidden = hidden, inner
+        self.num_max_tokens_per_rank = rows = align(num_max_tokens_per_rank, TOKEN_ALIGNMENT)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.x = torch.zeros((rows, hidden), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        self.x_sf = torch.zeros((rows, hidden // SCALE_BLOCK), device=device)
+        self.topk_idx = torch.full((rows, num_topk), -1, dtype=torch.int64, device=device)
+        self.topk_weights = torch.zeros((rows, num_topk), device=device)
+
+    def destroy(self) -> None:
+        """Free the memory. The buffer is of no use then."""
+        for name in ("x", "x_sf", "topk_idx", "topk_weights"):
+            setattr(self, name, None)
+
+
+def get_symm_buffer_for_sm90_mega_moe(
+    group: Any,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    use_fp8_dispatch: bool = True,
+    activation: str = "swiglu",
+) -> SymmBuffer:
+    """The buffer of a rank, on the current CUDA device, or on the CPU if there is none.
+
+    Args:
+        group: a group of torch.distributed with one rank, or None.
+        num_experts: experts of all ranks.
+        num_max_tokens_per_rank: the most tokens of a call, rounded up to a multiple of 128.
+        num_topk: experts of each token.
+        hidden, intermediate_hidden: sizes of a token and inside an expert, multiples of 128.
+        use_fp8_dispatch: True.
+        activation: "swiglu".
+
+    Raises InvalidInputError, which names the argument, and UnsupportedError for more ranks and other options.
+
+    >>> get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128).num_max_tokens_per_rank
+    128
+    """
+    if use_fp8_dispatch is not True:
+        raise UnsupportedError(
+            f"use_fp8_dispatch must be True, since tokens are FP8 here, but it is {use_fp8_dispatch}."
+        )
+    _check_activation(activation)
+    return SymmBuffer(group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden)
+
+
+def get_symm_buffer_for_mega_moe(
+    group: Any,
+    num_experts: int,
+    num_max_tokens_per_rank: int,
+    num_topk: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_shared_experts: int = 0,
+    use_fp8_dispatch: bool | None = None,
+    mma_type: str = "fp8xfp4",
+    activation: str = "swiglu",
+) -> SymmBuffer:
+    """`get_symm_buffer_for_sm90_mega_moe`. ``num_shared_experts`` must be 0; ``mma_type`` has no effect on Hopper.
+
+    >>> get_symm_buffer_for_mega_moe(None, 8, 100, 2, 256, 128).x.shape
+    torch.Size([128, 256])
+    """
+    if num_shared_experts != 0:
+        raise UnsupportedError(
+            f"num_shared_experts must be 0, but it is {shown(num_shared_experts)}. Compute shared experts by products "
+            "of their own."
+        )
+    fp8 = True if use_fp8_dispatch is None else use_fp8_dispatch
+    sizes = num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden
+    return get_symm_buffer_for_sm90_mega_moe(group, *sizes, fp8, activation)
+
+
+def transform_weights_for_mega_moe_sm90(l1: Quantized, l2: Quantized) -> tuple[Quantized, Quantized]:
+    """Weights as `fp8_mega_moe` takes them.
+
+    Args:
+        l1: (experts, 2 * inner, hidden) E4M3, rows of gate and then rows of up, and their scales of 128 x 128.
+        l2: (experts, hidden, inner) E4M3, and its scales.
+
+    Returns l1 with 8 rows of gate and 8 rows of up in turn, a copy, and its scales as they were; and l2.
+
+    >>> values = torch.arange(32).view(1, 32, 1).to(torch.float8_e4m3fn)
+    >>> (turned, _), _ = transform_weights_for_mega_moe_sm90((values, None), (None, None))
+    >>> turned[0, :, 0].int().tolist()[4:12]
+    [4, 5, 6, 7, 16, 17, 18, 19]
+    """
+    (values, scales), w2 = checks.pair("l1", l1), checks.pair("l2", l2)
+    checks.check_tensor("the values of l1", values, (3,))
+    if values.shape[1] % (2 * TURNS):
+        raise InvalidInputError(
+            f"l1 must have a multiple of {2 * TURNS} rows, gate's and then up's, but it is {tuple(values.shape)}."
+        )
+    halves = values.view(torch.uint8).unflatten(1, (2, -1, TURNS))
+    return (halves.transpose(1, 2).reshape(values.shape).view(values.dtype), scales), w2
+
+
+def mega_moe_pre_dispatch_sm90(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    buf_x: Tensor,
+    buf_x_sf: Tensor,
+    buf_topk_idx: Tensor,
+    buf_topk_weights: Tensor,
+    num_tokens: int,
+    group_size: int = SCALE_BLOCK,
+    routed_scaling_factor: float = 1.0,
+) -> None:
+    """Write tokens and their choices into a rank's buffer.
+
+    Args:
+        x: (tokens, hidden) bfloat16, with contiguous rows, at least ``num_tokens`` of them.
+        topk_idx: (tokens, topk) int32 or int64: experts, or -1 for none.
+        topk_weights: (tokens, topk) float32.
+        buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights: those of a `SymmBuffer`. x is cast with scales of 1 x 128, and
+            weights are multiplied by ``routed_scaling_factor``. Rows of choices from ``num_tokens`` on become -1, and
+            of weights 0.
+        group_size: 128.
+
+    Raises InvalidInputError, which names the argument, and UnsupportedError for another group_size.
+
+    >>> buffer = get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128)
+    >>> own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
+    >>> x, chosen = torch.ones(3, 256).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    >>> mega_moe_pre_dispatch_sm90(x, chosen, torch.ones(3, 2), *own, num_tokens=3)
+    >>> buffer.topk_idx[2:4].tolist()
+    [[0, 1], [-1, -1]]
+    """
+    if group_size != SCALE_BLOCK:
+        raise UnsupportedError(f"group_size must be {SCALE_BLOCK} on Hopper, but it is {shown(group_size)}.")
+    named = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights, "buf_x": buf_x, "buf_x_sf": buf_x_sf}
+    named |= {"buf_topk_idx": buf_topk_idx, "buf_topk_weights": buf_topk_weights}
+    checks.check_tensors("mega_moe_pre_dispatch_sm90", named, {}, (2,), ())
+    most = min(x.shape[0], topk_idx.shape[0], topk_weights.shape[0], buf_x.shape[0])
+    check_index("num_tokens", num_tokens, 0, most, f"from 0 to {most}, the rows of x, of choices and of the buffer")
+    if topk_idx.dtype not in (torch.int32, torch.int64):
+        raise InvalidInputError(f"topk_idx must be torch.int32 or torch.int64, but it is {topk_idx.dtype}.")
+    if x.dtype != torch.bfloat16 or topk_weights.dtype != torch.float32:
+        raise InvalidInputError(
+            f"x must be torch.bfloat16 and topk_weights torch.float32, but they are {x.dtype} and {topk_weights.dtype}."
+        )
+    rows = slice(num_tokens)
+    quantize.rows(x[rows], out=(buf_x[rows], buf_x_sf[rows]))
+    with torch.no_grad():
+        buf_topk_idx[rows].copy_(topk_idx[rows])
+        torch.mul(topk_weights[rows], routed_scaling_factor, out=buf_topk_weights[rows])
+        buf_topk_idx[num_tokens:].fill_(-1)
+        buf_topk_weights[num_tokens:].zero_()
+
+
+def fp8_mega_moe(
+    y: Tensor,
+    l1_weights: Quantized,
+    l2_weights: Quantized,
+    sym_buffer: SymmBuffer,
+    cumulative_local_expert_recv_stats: Tensor | None = None,
+    recipe: tuple[int, int, int] = (128, 128, 128),
+    activation: str = "swiglu",
+    activation_clamp: float | None = None,
+    fast_math: bool = True,
+    num_tokens_bound: int | None = None,
+) -> None:
+    """The experts of a layer, for the tokens of a buffer.
+
+    ``silu(min(gate, clamp)) * min(max(up, -clamp), clamp) * weight`` is cast to E4M3 with scales of 1 x 128. The row of
+    each expert is rounded to bfloat16, and a token's rows are added in the order of its choices, in float32.
+
+    Args:
+        y: (tokens, hidden) bfloat16. The first ``tokens`` rows of the buffer are computed. There may be none.
+        l1_weights, l2_weights: of `transform_weights_for_mega_moe_sm90`.
+        sym_buffer: of `get_symm_buffer_for_sm90_mega_moe`, filled by `mega_moe_pre_dispatch_sm90`.
+        cumulative_local_expert_recv_stats: None, or int32 (experts,), to which the number of tokens of each expert is
+            added.
+        recipe: (128, 128, 128).
+        activation: "swiglu".
+        activation_clamp: None, or the limit.
+        fast_math: no effect.
+        num_tokens_bound: None, or a number of tokens that no rank exceeds, from ``tokens`` to what the buffer has room
+            for. It changes no bit.
+
+    Results repeat bit for bit. Raises InvalidInputError, which names the argument, and UnsupportedError for other
+    options and for tensors on a GPU.
+    """
+    if tuple(recipe) != (SCALE_BLOCK,) * 3:
+        raise UnsupportedError(f"recipe must be (128, 128, 128), but it is {shown(recipe)}.")
+    _check_activation(activation)
+    if not isinstance(sym_buffer, SymmBuffer) or sym_buffer.x is None:
+        raise InvalidInputError(
+            "sym_buffer must be a buffer of get_symm_buffer_for_mega_moe that was not destroyed, but it is "
+            f"{'destroyed' if isinstance(sym_buffer, SymmBuffer) else shown(sym_buffer)}."
+        )
+    checks.check_tensor("y", y, (2,))
+    tokens, most = y.shape[0], sym_buffer.num_max_tokens_per_rank
+    if tokens > most:
+        raise InvalidInputError(f"y has {tokens} tokens, but sym_buffer has room for {most}.")
+    if num_tokens_bound is not None:
+        check_index("num_tokens_bound", num_tokens_bound, tokens, most, f"None or from {tokens} to {most}")
+    rows, (turned, *of_turned) = slice(tokens), checks.pair("l1_weights", l1_weights)
+    own = sym_buffer.x[rows], sym_buffer.topk_idx[rows], sym_buffer.topk_weights[rows]
+    weights = *(_halves(turned), *of_turned), *checks.pair("l2_weights", l2_weights)
+    limit = math.inf if activation_clamp is None else activation_clamp
+    stats = cumulative_local_expert_recv_stats
+    moe_chain.experts(*own, *weights, y, sym_buffer.x_sf[rows], stats, limit, True)
+
+
+def _halves(turned: Tensor) -> Tensor:
+    """l1 of `transform_weights_for_mega_moe_sm90` with rows of gate and then rows of up, a copy."""
+    checks.check_tensor("the values of l1_weights", turned, (3,))
+    if turned.shape[1] % (2 * TURNS):
+        raise InvalidInputError(
+            f"l1_weights must have a multiple of {2 * TURNS} rows, but they are {tuple(turned.shape)}. Pass what "
+            "transform_weights_for_mega_moe_sm90 returns."
+        )
+    if turned.is_cuda:
+        raise UnsupportedError(
+            "l1_weights have 8 rows of gate and 8 of up in turn, which no kernel of this version reads. Keep rows of "
+            "gate and then of up, and call deep_gemm.fp8_moe."
+        )
+    turns = turned.view(torch.uint8).unflatten(1, (-1, 2, TURNS))
+    return turns.transpose(1, 2).reshape(turned.shape).view(turned.dtype)
+
+
+def _check_activation(activation: Any) -> None:
+    if activation != "swiglu":
+        raise UnsupportedError(f"activation must be 'swiglu', but it is {shown(activation)}.")
