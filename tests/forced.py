@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ from deep_gemm.settings import settings
 from deep_gemm.spec import SCALINGS, GemmSpec, QuantizeSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
-COMPILING_THREADS = 16
+COMPILING_THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+"""All processes of a run that is side by side compile as many kernels at a time as there are cores."""
 ALPHA = 0.5
 """The factor of epilogues that have one."""
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import batched_cases
 import pytest
@@ -24,9 +24,9 @@ CASES = [*FP8_BATCHED.cases(), *FP8_BATCHED_SWAPPED.cases()]
 
 
 @cuda_only
-def test_every_kernel_is_exact_beside_nan(tmp_path: Any) -> None:
+def test_every_kernel_is_exact_beside_nan(kernels_root: Path) -> None:
     """Rows, columns and K end inside tiles, and NaN follows each row and each matrix, of scales too."""
-    builder = Builder(tmp_path, nvrtc())
+    builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in CASES) as binaries:
         wrong = [entry(x) for x in CASES if binaries[x].result() and not batched_cases.is_right(x, builder)]
     assert not wrong

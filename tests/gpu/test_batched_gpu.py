@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import batched_cases
@@ -31,9 +32,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @cuda_only
-def test_every_kernel_is_exact_beside_nan(tmp_path: Any) -> None:
+def test_every_kernel_is_exact_beside_nan(kernels_root: Path) -> None:
     """Rows, columns and K end inside tiles, and NaN follows each row and each matrix."""
-    builder = Builder(tmp_path, nvrtc())
+    builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in CASES) as binaries:
         wrong = [entry(x) for x in CASES if binaries[x].result() and not batched_cases.is_right(x, builder)]
     assert not wrong

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,9 +70,9 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
+def loaded(kernels_root: Path) -> Iterator[Loaded]:
     """Functions by their params. All are compiled at once, and each is loaded at its first use."""
-    builder = Builder(tmp_path_factory.mktemp("cases"), nvrtc())
+    builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in CASES) as binaries:
         yield functools.cache(lambda params: load(params, binaries[params].result()))
 

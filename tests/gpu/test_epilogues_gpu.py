@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,8 +54,8 @@ Binaries = dict[KernelParams, Future[Binary]]
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
-    builder = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
+def binaries(kernels_root: Path) -> Iterator[Binaries]:
+    builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in (*CASES, *CASTS)) as found:
         yield found
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import gated_runs
@@ -71,8 +72,8 @@ Binaries = dict[KernelParams, Future[Binary]]
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
-    found = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
+def builder(kernels_root: Path) -> Iterator[Builder]:
+    found = Builder(kernels_root, nvrtc())
     with compiled((params, found, params) for params in CASES) as binaries:
         for binary in binaries.values():
             binary.result()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import head_cases
 import pytest
@@ -22,8 +22,8 @@ cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 
 
 @cuda_only
-def test_every_kernel_is_exact_and_leaves_the_middle(tmp_path: Any) -> None:
-    builder, cases = Builder(tmp_path, nvrtc()), FP8_HEADS.cases()
+def test_every_kernel_is_exact_and_leaves_the_middle(kernels_root: Path) -> None:
+    builder, cases = Builder(kernels_root, nvrtc()), FP8_HEADS.cases()
     with compiled((params, builder, params) for params in cases) as binaries:
         wrong = [entry(x) for x in cases if binaries[x].result() and not head_cases.is_right(x, builder)]
     assert not wrong

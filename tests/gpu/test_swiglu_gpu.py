@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,8 +87,8 @@ Binaries = dict[KernelParams, Future[Binary]]
 
 
 @pytest.fixture(scope="module")
-def binaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Binaries]:
-    builder = Builder(tmp_path_factory.mktemp("kernels"), nvrtc())
+def binaries(kernels_root: Path) -> Iterator[Binaries]:
+    builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in CASES) as found:
         yield found
 
