@@ -159,14 +159,17 @@ def _shown(files: list[str], progress: bool) -> Iterable[str]:
 
 
 def _read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     for file in sorted(set(places.values())):
-        with safe_open(directory / file, framework="pt") as opened:
-            for name in (name for name, place in places.items() if place == file):
-                tensor = opened.get_tensor(name)
-                # It lies in memory as in its file, where it may begin anywhere.
-                yield name, tensor if tensor.data_ptr() % TMA_BYTES == 0 else tensor.clone()
+        try:
+            with safe_open(directory / file, framework="pt") as opened:
+                for name in (name for name, place in places.items() if place == file):
+                    tensor = opened.get_tensor(name)
+                    # It lies in memory as in its file, where it may begin anywhere.
+                    yield name, tensor if tensor.data_ptr() % TMA_BYTES == 0 else tensor.clone()
+        except SafetensorError as error:
+            raise InvalidInputError(f"{directory / file} cannot be read: {error}.") from error
 
 
 def _load(module: nn.Module, name: str, tensors: dict[str, Tensor]) -> None:

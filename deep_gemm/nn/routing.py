@@ -51,10 +51,11 @@ class Routing:
                 [128, 257],
                 [258,   1]])
         """
+        if isinstance(chosen, Tensor):
+            check_tensor("chosen", chosen)
         if not isinstance(chosen, Tensor) or chosen.dim() != 2 or chosen.dtype != torch.int64:
             came = f" {tuple(chosen.shape)}" if isinstance(chosen, Tensor) else ""
             raise InvalidInputError(f"chosen must be torch.int64 (tokens, top_k), but it is {kind_of(chosen)}{came}.")
-        check_tensor("chosen", chosen)
         check_index("experts", experts, 1, MAX_SIZE, "a whole number from 1")
         if (settings.check or chosen.device.type == "cpu") and not is_traced([chosen]):
             refuse_faults("Routing.from_choices", chosen.device, lambda: _unknown(chosen, experts))
@@ -83,15 +84,22 @@ class Routing:
 
     def spread(self, x: Tensor) -> Tensor:
         """The rows (capacity, columns) of tokens x (tokens, columns). Rows of padding are zeros."""
-        check_tensor("x", x, (2,))
+        _check_rows(x, self.rows.shape[0], "tokens")
         return torch.cat([x, x.new_zeros(1, x.shape[1])])[self.tokens]
 
     def choices(self, x: Tensor) -> Tensor:
         """From rows x (capacity, columns), those of each token's choices: (tokens, top_k, columns) float32. A sum over
         them has a fixed order, so that its bits repeat. Of a dropped choice it is a row of padding, which must be zeros
         in x, as layers leave it."""
-        check_tensor("x", x, (2,))
+        _check_rows(x, self.tokens.shape[0], "capacity")
         return x[self.rows].float()
+
+
+def _check_rows(x: Tensor, count: int, what: str) -> None:
+    """A GPU would find a row that is not there only while a kernel runs, and no call of the process would work then."""
+    check_tensor("x", x, (2,))
+    if x.shape[0] != count:
+        raise InvalidInputError(f"x must have {count} rows ({what}), as the routing does, but it has {x.shape[0]}.")
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:

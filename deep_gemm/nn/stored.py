@@ -77,6 +77,8 @@ def why_not(prefix: str, found: Mapping[str, Stored]) -> str:
             f"{name} is E4M3, and the scales by which its values are multiplied are not beside it. Load both together, "
             f"as one of {names}."
         )
+    if len(weight.shape) < 2:
+        return f"{name} must have at least 2 dimensions, but its shape is {weight.shape}."
     if scale.dtype not in (known := scale_names.DTYPES | WIDE):
         return f"{scale_name} must be {', '.join(sorted(known))}, but it is {scale.dtype}."
     if _granularity(weight.shape, scale.shape) is None:

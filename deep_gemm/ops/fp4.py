@@ -256,9 +256,15 @@ def prepared(b: Any, activations: str, grouped: bool) -> Any:
     return found
 
 
+def _sizes(recipe: Any) -> tuple[int, ...] | None:
+    """A recipe, or () for what is none."""
+    is_recipe = isinstance(recipe, (tuple, list)) and all(isinstance(x, int) for x in recipe)
+    return tuple(recipe) if is_recipe else None if recipe is None else ()
+
+
 def check_options(recipe: Any, recipe_a: Any, recipe_b: Any, **others: Any) -> None:
     """Refuse recipes of other scales, and everything else that these products do not have."""
-    given = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in (recipe_a, recipe_b))
+    given = tuple([_sizes(x) for x in (recipe_a, recipe_b)])
     if recipe is not None or given not in ((None, None), RECIPES):
         raise UnsupportedError(
             f"products of MXFP4 weights have recipe_a={RECIPES[0]} and recipe_b={RECIPES[1]}, but recipe is "

@@ -63,7 +63,7 @@ class Fp4Weights(NamedTuple):
 
 def transform(packed: Any, scales: Any, activations: Any, absolute: bool | None = None) -> Fp4Weights:
     """See `deep_gemm.transform_fp4_weights`. ``absolute``: exponents of 8 bits; with None where they are needed."""
-    if activations not in _TYPES:
+    if not isinstance(activations, str) or activations not in _TYPES:
         raise InvalidInputError(f"activations must be 'fp8' or 'bf16', but it is {shown(activations)}.")
     codes, exponents = mxfp4.operand(packed, scales)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -231,6 +232,10 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "epilogue must be left out"),
     "FP8's recipe": (right(recipe=(1, 128, 128)), UnsupportedError,
         r"recipe_b=\(1, 32\), but recipe is \(1, 128, 128\)"),
+    "a recipe that is an array": (right(recipe_a=numpy.array([1, 128]), recipe_b=(numpy.array([1, 2]), 32)),
+        UnsupportedError, "but recipe is None, recipe_a"),
+    "activations that are a set": (lambda: deep_gemm.transform_fp4_weights(*drawn(N, K), set()),  # type: ignore[arg-type]
+        InvalidInputError, "activations must be 'fp8' or 'bf16', but it is set"),
     "another M of d": (right(d=torch.empty(M + 1, N, dtype=BF16)), InvalidInputError, "a and d must agree in M"),
     "scattered rows of d": (right(d=torch.empty(N, M, dtype=BF16).t()), InvalidInputError,
         "d must be row-major, with rows of its own"),

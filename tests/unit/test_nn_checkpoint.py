@@ -236,3 +236,15 @@ def test_a_tensor_of_two_files_is_refused(tmp_path: Path) -> None:
         save_file({"weight": matrix(N, K)}, tmp_path / f"{file}.safetensors")
     with pytest.raises(InvalidInputError, match=r"weight is in model-before\.safetensors and in model\.safetensors of"):
         load_checkpoint(layer("training"), tmp_path, strict=False)
+
+
+def test_what_is_no_file_of_weights_is_refused_by_name(tmp_path: Path) -> None:
+    """Of one dimension, and a file that has more than its header tells of."""
+    file = tmp_path / "model.safetensors"
+    save_file({"weight": e4m3(N * K), "weight_scale": torch.ones(1)}, file)
+    with pytest.raises(InvalidInputError, match=r"weight must have at least 2 dimensions, but its shape is \(\d+,\)"):
+        load_checkpoint(layer("training"), tmp_path)
+    save_file({"weight": matrix(N, K)}, file)
+    file.write_bytes(file.read_bytes() + bytes(8))
+    with pytest.raises(InvalidInputError, match=r"model\.safetensors cannot be read: .*not fully covered"):
+        load_checkpoint(layer("training"), tmp_path)

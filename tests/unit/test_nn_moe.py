@@ -290,6 +290,18 @@ def test_dropped_choices_add_nothing(mode: Any, sentinel: int) -> None:
         assert torch.equal(stored(x), found["y"])
 
 
+def test_routing_takes_the_rows_that_it_was_made_for() -> None:
+    """On a GPU a row that is not there ends in an assertion of a kernel, after which no call works."""
+    routing = Routing.from_choices(torch.zeros(37, 2, dtype=torch.int64), EXPERTS)
+    for rows in (0, 36, 38):
+        with pytest.raises(InvalidInputError, match=rf"x must have 37 rows \(tokens\), .* but it has {rows}[.]"):
+            routing.spread(torch.zeros(rows, 4))
+        with pytest.raises(InvalidInputError, match=rf"x must have 768 rows \(capacity\), .* but it has {rows}[.]"):
+            routing.choices(torch.zeros(rows, 4))
+    with pytest.raises(InvalidInputError, match="chosen is a nested tensor"):
+        Routing.from_choices(torch.nested.nested_tensor([torch.zeros(2, 2, dtype=torch.int64)]), EXPERTS)
+
+
 def test_routing_asks_the_host_for_no_value() -> None:
     """A fake tensor has none: an operation whose result depends on one fails."""
     with FakeTensorMode():
