@@ -1,5 +1,5 @@
-"""Functions that stand before and after GEMMs, each one launch: norms, add + GELU, mul + add, SiLU + mul. They take the
-time of reading their inputs once and of writing the result once.
+"""Functions that stand before and after GEMMs, each one launch: norms, add + GELU, mul + add, gates + mul. They take
+the time of reading their inputs once and of writing the result once.
 
 Common to all:
 
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from deep_gemm.ops import checks, quantize, row_functions
 
-__all__ = ["Out", "add_gelu", "layer_norm", "mul_add", "rms_norm", "silu_and_mul"]
+__all__ = ["Out", "add_gelu", "layer_norm", "mul_add", "rms_norm", "silu_and_mul", "swigluoai_and_mul"]
 
 Out: TypeAlias = "Tensor | tuple[Tensor, Tensor] | torch.dtype | None"
 """A tensor, a pair (values, scales), or the dtype of a fresh one."""
@@ -153,6 +153,29 @@ def silu_and_mul(
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
     compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
     compute["silu_and_mul"](x, factors, out, interleaved, math.inf if limit is None else limit, use_ue8m0)
+    return out
+
+
+def swigluoai_and_mul(
+    x: Tensor,
+    out: Out = None,
+    *,
+    limit: float | None = 7.0,
+    factors: Tensor | None = None,
+    use_ue8m0: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out = gate * sigmoid(1.702 * gate) * (up + 1), the activation of gpt-oss's experts.
+
+    Args:
+        x: (M, 2 N): gate, up, gate, up.
+        limit, factors: as in `silu_and_mul`.
+
+    >>> deep_gemm.fused.swigluoai_and_mul(torch.ones(4, 64).bfloat16()).shape
+    torch.Size([4, 32])
+    """
+    out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
+    compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
+    compute["swigluoai_and_mul"](x, factors, out, math.inf if limit is None else limit, use_ue8m0)
     return out
 
 

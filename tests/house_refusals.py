@@ -203,4 +203,5 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "fused.add_gelu": of_rows("x", "y", "out", approximate="none"),
     "fused.mul_add": of_rows("x", "y", "z", "out"),
     "fused.silu_and_mul": of_rows("gate_up", "factors", "pair", interleaved=False, limit=1.0),
+    "fused.swigluoai_and_mul": of_rows("gate_up", "factors", "pair", limit=7.0),
 }  # fmt: skip

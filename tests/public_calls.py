@@ -188,6 +188,7 @@ ROWS: dict[str, dict[str, tuple[int, ...]]] = {
     "add_gelu": {"x": (M, K), "y": (M, K)},
     "mul_add": {"x": (M, K), "y": (M, K), "z": (K,)},
     "silu_and_mul": {"x": (M, 2 * K), "factors": (M,)},
+    "swigluoai_and_mul": {"x": (M, 2 * K), "factors": (M,)},
 }
 """Functions of rows, and the shapes of their inputs."""
 
@@ -333,10 +334,12 @@ OTHERS = frozenset(
         "epilogue.FP8CastWithClamp",
         "epilogue.Identity",
         "nn.BF16Linear",
+        "nn.FP4GroupedLinear",
         "nn.FP8GroupedLinear",
         "nn.FP8Linear",
         "nn.MoE",
         "nn.Report",
+        "nn.Router",
         "nn.Routing",
         "nn.SpreadReport",
         "nn.check_spread",

@@ -66,6 +66,12 @@ def silu_and_mul(x: Inputs, interleaved: bool = False, limit: float | None = Non
     return found * x["factors"].double()[:, None] if "factors" in x else found
 
 
+def swigluoai_and_mul(x: Inputs, limit: float = 7.0) -> Tensor:
+    gate, up = x["x"].double()[:, ::2].clamp(max=limit), x["x"].double()[:, 1::2].clamp(-limit, limit)
+    found = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return found * x["factors"].double()[:, None] if "factors" in x else found
+
+
 def normed(x: Inputs) -> tuple[Tensor, Tensor]:
     """What a norm multiplies by, in float64: the values, of which a sum is rounded as it is stored, and the means."""
     values = x["x"]
@@ -115,6 +121,9 @@ CASES = {
         lambda x: silu_and_mul(x, True, 7.0), {"interleaved": True, "limit": 7.0}),
     "silu and mul, limit and factors": Case("silu_and_mul", {"x": "wide", "factors": "factors"},
         lambda x: silu_and_mul(x, limit=0.5), {"limit": 0.5}),
+    "swigluoai and mul": Case("swigluoai_and_mul", {"x": "wide"}, swigluoai_and_mul),
+    "swigluoai and mul, all options": Case("swigluoai_and_mul", {"x": "wide", "factors": "factors"},
+        lambda x: swigluoai_and_mul(x, 0.5), {"limit": 0.5}),
     "rms norm": Case("rms_norm", _NORM, rms_norm, _EPS),
     "rms norm of a sum": Case("rms_norm", _NORM | _SUM, rms_norm, _EPS),
     "layer norm": Case("layer_norm", _NORM | _BIAS, layer_norm, _EPS),

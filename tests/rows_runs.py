@@ -38,7 +38,7 @@ class RowsRun:
         case = CASES[self.case]
         function = FUNCTIONS[case.function]
         is_second = case.options.get("approximate") == "tanh" or case.options.get("interleaved", False)
-        limit = float("inf") if case.function == "silu_and_mul" else 0.0
+        limit = {"silu_and_mul": float("inf"), "swigluoai_and_mul": 7.0}.get(case.function, 0.0)
         return RowsSpec(
             case.function,
             self.rows,
@@ -91,6 +91,7 @@ _RUNS = (
     RowsRun("rms norm", 37, 104), RowsRun("rms norm", 37, 1000, "e4m3"), RowsRun("rms norm of a sum", 37, 2000, "e4m3"),
     RowsRun("rms norm of a sum", 37, 7160), RowsRun("rms norm", 5, 40000), RowsRun("layer norm", 37, 3000, "e4m3"),
     RowsRun("layer norm of a sum", 37, 6999, "e4m3", False), RowsRun("layer norm of a sum", 5, 40000),
+    RowsRun("swigluoai and mul", 37, 200), RowsRun("swigluoai and mul, all options", 37, 2880, "e4m3"),
 )  # fmt: skip
 RUNS: dict[KernelParams, RowsRun] = {run.params: run for run in _RUNS}
 """Each function; each tile of norms; rows that are read once and again; each way to write."""

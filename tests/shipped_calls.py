@@ -89,7 +89,7 @@ LEFT: dict[str, Callable[[str, GemmSpec], bool]] = {
 }  # fmt: skip
 """Products that are left to the JIT. Documents name them."""
 
-LEFT_OTHERS = ("rows of FP16", "logits to bfloat16 of 32 or 64 elements")
+LEFT_OTHERS = ("rows of FP16", "logits to bfloat16 of 32 or 64 elements", "functions of rows that few models have")
 """What else is."""
 
 
@@ -190,6 +190,8 @@ def other(rng: random.Random, card: cards.Card) -> Call:
     left = ""
     if isinstance(asked, RowsSpec) and of_rows == "f16":
         left = LEFT_OTHERS[0]
+    if isinstance(asked, RowsSpec) and not function.of_all_models:
+        left = LEFT_OTHERS[2]
     if isinstance(asked, (LogitsSpec, PagedLogitsSpec)) and of_logits == "bf16" and dim < max(DIMS):
         left = LEFT_OTHERS[1]
     kernel = kernels.for_helper(asked, SM90)

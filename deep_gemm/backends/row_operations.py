@@ -14,12 +14,19 @@ from ..testing.accuracy import half_accumulation_bound, tolerance
 from .operations import GemmOperation, normal
 from .registry import Dims, Operation, operation
 
+
+def _swigluoai(gate: Tensor, up: Tensor) -> Tensor:
+    gate = gate.clamp(max=7)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-7, 7) + 1)
+
+
 FORMULAS: Mapping[str, tuple[str, Callable[..., Tensor]]] = {
     "rms_norm": ("mv", lambda x, w: x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6) * w),
     "layer_norm": ("mvv", lambda x, w, b: layer_norm(x, x.shape[1:], w, b, 1e-5)),
     "add_gelu": ("mm", lambda x, y: gelu(x + y)),
     "mul_add": ("mmm", lambda x, y, z: x * y + z),
     "silu_and_mul": ("2", lambda x: silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]),
+    "swigluoai_and_mul": ("2", lambda x: _swigluoai(*(x[:, i::2] for i in (0, 1)))),
 }
 """By the name in `deep_gemm.fused`: the operands (m: a matrix, v: a vector, 2: two matrices beside each other), and the
 function of them in torch."""

@@ -38,6 +38,8 @@ class DeviceFunction:
     """Whether it depends on `RowsSpec.number`."""
     reduces: bool = False
     """Whether an element of the result depends on the whole row."""
+    of_all_models: bool = True
+    """Whether the wheel has its kernels, and `precompile` compiles them for each model."""
 
 
 def _flag(is_true: bool) -> str:
@@ -52,10 +54,13 @@ def _norm(is_centred: bool) -> Callable[[str, tuple[str, ...]], str]:
     return code
 
 
-def _silu_and_mul(form: str, given: tuple[str, ...]) -> str:
-    factors = "factors" if "factors" in given else "nullptr"
-    flags = f"{_flag(form == 'interleaved')}, {_flag('factors' in given)}"
-    return f"Elementwise<Tile, SiluMul<{flags}>>{{{{number, {factors}}}}}"
+def _gated(more: str = "") -> Callable[[str, tuple[str, ...]], str]:
+    def code(form: str, given: tuple[str, ...]) -> str:
+        factors = "factors" if "factors" in given else "nullptr"
+        flags = f"{_flag(form == 'interleaved')}, {_flag('factors' in given)}{more}"
+        return f"Elementwise<Tile, SiluMul<{flags}>>{{{{number, {factors}}}}}"
+
+    return code
 
 
 FUNCTIONS: Mapping[str, DeviceFunction] = MappingProxyType(
@@ -67,7 +72,10 @@ FUNCTIONS: Mapping[str, DeviceFunction] = MappingProxyType(
             numbered=False,
         ),
         "mul_add": DeviceFunction(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
-        "silu_and_mul": DeviceFunction(("x",), _silu_and_mul, optional=("factors",), forms=("halves", "interleaved")),
+        "silu_and_mul": DeviceFunction(("x",), _gated(), optional=("factors",), forms=("halves", "interleaved")),
+        "swigluoai_and_mul": DeviceFunction(
+            ("x",), _gated(", true"), optional=("factors",), forms=("interleaved",), of_all_models=False
+        ),
         "rms_norm": DeviceFunction(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
         "layer_norm": DeviceFunction(
             ("x", "residual", "weight", "bias"), _norm(True), optional=("residual", "bias"), reduces=True
@@ -216,11 +224,12 @@ class RowsFamily(KernelFamily):
         return self.cases_of([config.tile_columns for config in self.configs(arch)], arch)
 
     def cases_of(self, widths: Iterable[int], arch: ArchSpec, dtype: Dtype = "bf16") -> list[KernelParams]:
-        """Each function with each of its forms and operands, to the same dtype and to e4m3, of rows with so many
-        columns, many and few."""
+        """Each function of all models with each of its forms and operands, to the same dtype and to e4m3, of rows with
+        so many columns, many and few."""
         found = []
         outputs: tuple[Dtype, ...] = (dtype, "e4m3")
-        for (name, function), output, columns in product(FUNCTIONS.items(), outputs, tuple(widths)):
+        functions = [(name, function) for name, function in FUNCTIONS.items() if function.of_all_models]
+        for (name, function), output, columns in product(functions, outputs, tuple(widths)):
             given = [
                 tuple(each for each, is_here in zip(function.optional, chosen, strict=True) if is_here)
                 for chosen in product((False, True), repeat=len(function.optional))

@@ -8,18 +8,22 @@ from typing import Any
 
 from deep_gemm.nn.checkpoint import load_checkpoint
 from deep_gemm.nn.convert import Report, convert
+from deep_gemm.nn.fp4_linear import FP4GroupedLinear
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.linear import BF16Linear, FP8Linear
 from deep_gemm.nn.moe import MoE
+from deep_gemm.nn.router import Router
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.spread import SpreadReport, check_spread
 
 __all__ = [
     "BF16Linear",
+    "FP4GroupedLinear",
     "FP8GroupedLinear",
     "FP8Linear",
     "MoE",
     "Report",
+    "Router",
     "Routing",
     "SpreadReport",
     "check_spread",

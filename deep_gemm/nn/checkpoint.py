@@ -15,7 +15,8 @@ from deep_gemm.aot import headers, scales
 from deep_gemm.aot.headers import Stored
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.log import counted
-from deep_gemm.nn import stored
+from deep_gemm.nn import expert_names, stored
+from deep_gemm.nn.moe import MoE
 from deep_gemm.nn.weights import Divisible, FP8Weights
 from deep_gemm.ops.layouts import TMA_BYTES
 
@@ -27,9 +28,11 @@ def load_checkpoint(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Load a checkpoint into ``model``: a safetensors file, an index of several, or a directory that holds either.
 
-    Files are read one after the other, so that host memory holds one at a time. An `FP8Linear` takes FP8 weights with
-    their scales and weights of 16 or 32 bits; see there. It scales its inputs itself, and does not read
-    ``input_scale``. Parameters on the meta device become what the files hold, on the CPU; others are written in place.
+    Files are read one after the other, so that host memory holds one at a time, and of a `MoE` all experts of a layer.
+    A `MoE` takes the names of gpt-oss, DeepSeek, Mixtral and Qwen, with experts in one tensor or one by one. An
+    `FP8Linear` takes FP8 weights with their scales and weights of 16 or 32 bits; see there. It scales its inputs
+    itself, and does not read ``input_scale``. Parameters on the meta device become what the files hold, on the CPU;
+    others are written in place.
 
     Args:
         strict: names that the model lacks, or that the files lack, are an error. Tied parameters need one name only,
@@ -71,10 +74,16 @@ def load_checkpoint(
     wanted = model.state_dict(keep_vars=True)
     beside = _beside(path, modules, found)
     _check_dtypes(path, modules, wanted, found)
-    loaded = [name for name in wanted if name in places or _is_made(name, modules, places)]
+    mixtures = _of_mixtures(modules, found)
+    of_mixtures = {name: mixture for mixture, names in mixtures.items() for each in names.values() for name in each}
+    beside |= {name: first for names in mixtures.values() for first, *rest in names.values() for name in rest}
+    made = {name for names in mixtures.values() for name in names}
+    loaded = [name for name in wanted if name in places or name in made or _is_made(name, modules, places)]
     held = {id(wanted[name]) for name in loaded}
     missing = tuple(name for name, tensor in wanted.items() if id(tensor) not in held)
-    unknown = tuple(sorted(name for name in places if name not in wanted and name not in beside))
+    unknown = tuple(
+        sorted(name for name in places if not {name} & (wanted.keys() | beside.keys() | of_mixtures.keys()))
+    )
     if strict and (unknown or missing):
         sides = (missing, "not in the checkpoint"), (unknown, "not in the model")
         told = [f"{counted(len(names), 'tensor')} {where}, such as {names[0]}" for names, where in sides if names]
@@ -85,6 +94,9 @@ def load_checkpoint(
         groups: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
         for name, tensor in _read(directory, {name: places[name] for name in names}):
             module, _, own = name.rpartition(".")
+            if name in of_mixtures:
+                module = of_mixtures[name]
+                own = name.removeprefix(f"{module}." if module else "")
             groups[module][own] = tensor
         for module, tensors in groups.items():
             if module in modules:
@@ -105,6 +117,16 @@ def _beside(path: Path, modules: dict[str, nn.Module], found: dict[str, Stored])
             names = scales.name_of(found, prefix), f"{prefix}{scales.OF_INPUTS}"
             read |= {name: f"{prefix}weight" for name in names if name in found}
     return read
+
+
+def _of_mixtures(modules: dict[str, nn.Module], found: dict[str, Stored]) -> dict[str, dict[str, list[str]]]:
+    """What each `MoE` reads under other names than its own: see `expert_names.reads`."""
+    each = {
+        module: expert_names.reads(found, f"{module}." if module else "", layer)
+        for module, layer in modules.items()
+        if isinstance(layer, MoE)
+    }
+    return {module: names for module, names in each.items() if names}
 
 
 def _check_dtypes(path: Path, modules: dict[str, nn.Module], wanted: dict[str, Any], found: dict[str, Stored]) -> None:
@@ -173,8 +195,9 @@ def _read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor
 
 
 def _load(module: nn.Module, name: str, tensors: dict[str, Tensor]) -> None:
-    """Load the own parameters and buffers of a module, not those of its children."""
-    on_meta = any(x.device.type == "meta" for x in (*module.parameters(False), *module.buffers(False)))
+    """Load the own parameters and buffers of a module, and of a `MoE` those of its children."""
+    deep = isinstance(module, MoE)
+    on_meta = any(x.device.type == "meta" for x in (*module.parameters(deep), *module.buffers(deep)))
     try:
         module.load_state_dict(tensors, strict=False, assign=on_meta)
     except RuntimeError as error:  # of another shape

@@ -14,7 +14,7 @@ from deep_gemm.nn.products import GroupedFP8Product, grouped_product
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import FP8Weights, Options
 from deep_gemm.ops.checks import MAX_SIZE, check_index
-from deep_gemm.quantize import rows
+from deep_gemm.quantize import Quantized, rows
 from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
@@ -50,6 +50,19 @@ class FP8GroupedLinear(FP8Weights):
         self.num_groups = num_groups
         if self.mode == "training":
             self.reset_parameters()
+
+    @property
+    def local_groups(self) -> int:
+        """The groups that this rank has."""
+        return int(self.own(self.weight).shape[0])
+
+    def operand_of(self, x: Tensor) -> Quantized:
+        """What `product` takes of rows of 16 or 32 bits."""
+        return rows(x)
+
+    def product(self, x: Quantized, routing: Routing) -> Tensor:
+        """The product of rows that are cast, in the order of ``routing``, without gradients."""
+        return grouped_product(x, self.plain(), torch.bfloat16, routing.labels)
 
     def reset_parameters(self) -> None:
         """Random weights, as those of `torch.nn.Linear`; in inference mode zeros, as those of a new layer."""

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deep_gemm import quantize
+from deep_gemm import fused, quantize
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.nn import casts
+from deep_gemm.nn import casts, expert_names
+from deep_gemm.nn.fp4_linear import Activations, FP4GroupedLinear
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.products import grouped_gradient, grouped_product
+from deep_gemm.nn.router import Router
 from deep_gemm.nn.routing import Routing
-from deep_gemm.nn.weights import Options, refuse_unknown
+from deep_gemm.nn.weights import Options, check_word, refuse_unknown
 from deep_gemm.ops.checks import MAX_SIZE, check_index
 from deep_gemm.tensors import kind_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+Gate: TypeAlias = Literal["swiglu", "swigluoai"]
 
 
 def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
@@ -78,17 +83,28 @@ class Experts(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """A mixture of experts with SwiGLU: a router in float32, and experts whose six products are FP8.
+    """A mixture of experts with SwiGLU: a router in float32, and experts whose six products are FP8. Or experts with
+    MXFP4 weights, for inference.
 
     Args:
         width: the size of a token, a multiple of 16.
         hidden: the size inside an expert, a multiple of 16.
         experts: the number of experts.
         top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
+        router: a `Router` of these sizes, for other weights; None for that of a softmax.
+        weights: "fp8", or "mxfp4" for weights of 4 bits, which `FP4GroupedLinear` describes. Those take
+            ``mode="inference"`` and no option of training, and these:
+        activations: "fp8" or "bf16", what the products read.
+        activation: "swiglu", silu(gate) * up, or "swigluoai", that of gpt-oss, whose rows of gate and up take turns:
+            see `deep_gemm.fused.swigluoai_and_mul`.
+        limit: of the activation; None for no limit, or for that of gpt-oss, 7.
+        bias: whether both layers of an expert have a bias.
         mode, weight_gradient, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the weight of the router
             is float32. Where ``.bfloat16()`` or FSDP2 casts it, scores are products of that dtype.
 
-    ``gate_up`` and ``down`` are `FP8GroupedLinear`. Rows of gate_up's weight are those of gate, and then those of up.
+    ``gate_up`` and ``down`` are `FP8GroupedLinear` or `FP4GroupedLinear`. Rows of gate_up's weight are those of gate,
+    and then those of up. A state dict may have experts as checkpoints of gpt-oss, DeepSeek, Mixtral and Qwen do, in one
+    tensor or expert by expert: ``experts.0.gate_proj.weight`` with its scales, ``gate.weight`` for the router.
     How many tokens an expert gets stays on the device: the layer never waits for the GPU.
 
     Raises InvalidInputError, which names the argument.
@@ -98,7 +114,21 @@ class MoE(nn.Module):
     torch.Size([30, 256])
     """
 
-    def __init__(self, width: int, hidden: int, experts: int, top_k: int, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        router: Router | None = None,
+        weights: Literal["fp8", "mxfp4"] = "fp8",
+        activations: Activations | None = None,
+        activation: Gate = "swiglu",
+        limit: float | None = None,
+        bias: bool = False,
+        **options: Unpack[Options],
+    ) -> None:
         refuse_unknown(type(self), options)
         for name, size in (("width", width), ("hidden", hidden), ("experts", experts), ("top_k", top_k)):
             check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
@@ -110,16 +140,40 @@ class MoE(nn.Module):
         """What sends tokens to the ranks of their experts: see `deep_gemm.nn.parallel.ExpertParallel`."""
         self.watchers: list[Callable[[Tensor, Routing], None]] = []
         """What `deep_gemm.nn.check_spread` has called with the tokens of each call, and their routing."""
-        self.router = nn.Linear(width, experts, bias=False, device=options.get("device"), dtype=torch.float32)
-        self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
-        self.down = FP8GroupedLinear(experts, hidden, width, **options)
+        self.router = Router(width, experts, top_k, device=options.get("device")) if router is None else router
+        if not isinstance(self.router, Router) or (self.router.weight.shape, self.router.top_k) != (
+            (experts, width),
+            top_k,
+        ):
+            raise InvalidInputError(
+                f"router must be a deep_gemm.nn.Router({width}, {experts}, {top_k}), but it is {self.router!r}."
+            )
+        check_word("weights", weights, Literal["fp8", "mxfp4"])
+        check_word("activation", activation, Gate)
+        self.activation: Gate = activation
+        self.limit = 7.0 if limit is None and activation == "swigluoai" else limit
+        self.gate_up: FP8GroupedLinear | FP4GroupedLinear
+        self.down: FP8GroupedLinear | FP4GroupedLinear
+        if weights == "fp8":
+            if (activations, activation, limit, bias) != (None, "swiglu", None, False):
+                raise InvalidInputError(
+                    "activations, activation, limit and bias are for weights='mxfp4', but weights is 'fp8'."
+                )
+            self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
+            self.down = FP8GroupedLinear(experts, hidden, width, **options)
+            return
+        if wrong := [name for name in options if name not in ("device", "dtype", "mode")]:
+            raise InvalidInputError(f"{wrong[0]} must be left out with weights='mxfp4', which are not trained.")
+        if options.get("mode") != "inference":
+            raise InvalidInputError("mode must be 'inference' with weights='mxfp4', which are not trained.")
+        more: dict[str, Any] = {"activations": activations or "fp8", "bias": bias, "device": options.get("device")}
+        more["dtype"] = options.get("dtype") or torch.bfloat16
+        self.gate_up = FP4GroupedLinear(experts, width, 2 * hidden, **more)
+        self.down = FP4GroupedLinear(experts, hidden, width, **more)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights and the numbers of the experts of tokens x (tokens, width): (tokens, top_k) float32 and int64."""
-        with torch.autocast(x.device.type, enabled=False):
-            scores = self.router(x.to(self.router.weight.dtype)).float()
-            weights, chosen = scores.softmax(1).topk(self.top_k)
-        return weights, chosen
+        return self.router.choose(x)
 
     def forward(self, x: Tensor) -> Tensor:
         """x and the result are (..., width) bfloat16. Under an autocast to bfloat16, x of another dtype is cast."""
@@ -142,24 +196,20 @@ class MoE(nn.Module):
         return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        routing = Routing.from_choices(chosen, self.gate_up.own(self.gate_up.weight).shape[0])
+        routing = Routing.from_choices(chosen, self.gate_up.local_groups)
         for watch in self.watchers:
             watch(x, routing)
-        if self.gate_up.takes_gradient() or self.down.takes_gradient():
-            return self._recorded(x, weights, routing)
+        gate_up, down = self.gate_up, self.down
+        is_fp8 = isinstance(gate_up, FP8GroupedLinear) and isinstance(down, FP8GroupedLinear)
+        if is_fp8 and (gate_up.takes_gradient() or down.takes_gradient()):
+            return _recorded(x, weights, routing, gate_up, down)
         return self._plain(x, weights, routing)
 
     def hidden(self, x: Tensor, routing: Routing) -> Tensor:
         """Gate and up of the rows of all experts, without gradients: (rows, 2 * hidden) bfloat16."""
-        rows = quantize.rows(routing.spread(x.detach()))
-        return grouped_product(rows, self.gate_up.plain(), torch.bfloat16, routing.labels)
-
-    def _recorded(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
-        places = routing.rows, routing.tokens, routing.labels, routing.sizes
-        how = self.gate_up.main_grad(), self.down.main_grad(), self.gate_up.weight_gradient, self.down.weight_gradient
-        (gate_up, *cast), (down, *more) = self.gate_up.recorded(), self.down.recorded()
-        y: Tensor = Experts.apply(x, weights, gate_up, down, *places, *how, *cast, *more)
-        return y
+        layer: Any = self.gate_up  # whose product takes its operand
+        hidden: Tensor = layer.product(layer.operand_of(routing.spread(x.detach())), routing)
+        return hidden
 
     def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
@@ -167,6 +217,27 @@ class MoE(nn.Module):
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
-        hidden = self.hidden(x, routing)
-        out = grouped_product(quantize.rows(hidden, gated=True), self.down.plain(), torch.bfloat16, routing.labels)
+        layer: Any = self.down
+        out = layer.product(self._gated(self.hidden(x, routing)), routing)
         return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
+
+    def _gated(self, hidden: Tensor) -> Any:
+        """The operand of the second product."""
+        if isinstance(self.down, FP8GroupedLinear):
+            return quantize.rows(hidden, gated=True)
+        out = torch.float8_e4m3fn if self.down.activations == "fp8" else None
+        if self.activation == "swigluoai":
+            return fused.swigluoai_and_mul(hidden, out, limit=self.limit)
+        return fused.silu_and_mul(hidden, out, limit=self.limit)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        expert_names.adapt(state_dict, prefix, self)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:
+    places = routing.rows, routing.tokens, routing.labels, routing.sizes
+    how = gate_up.main_grad(), down.main_grad(), gate_up.weight_gradient, down.weight_gradient
+    (of_gate_up, *cast), (of_down, *more) = gate_up.recorded(), down.recorded()
+    y: Tensor = Experts.apply(x, weights, of_gate_up, of_down, *places, *how, *cast, *more)
+    return y

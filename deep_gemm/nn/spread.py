@@ -123,18 +123,20 @@ def check_spread(model: nn.Module) -> Iterator[SpreadReport]:
             report.add(layers[layer], x.detach().reshape(-1, x.shape[-1]))
 
     def of_experts(mixture: MoE, x: Tensor, routing: Routing) -> None:
+        gate_up: Any = mixture.gate_up
+        down: Any = mixture.down
         if torch.compiler.is_compiling():
             return
         with torch.no_grad():
             gate, up = mixture.hidden(x, routing).float().chunk(2, dim=1)
-            report.add(layers[mixture.gate_up], routing.spread(x))
-            report.add(layers[mixture.down], nn.functional.silu(gate) * up)
+            report.add(layers[gate_up], routing.spread(x))
+            report.add(layers[down], nn.functional.silu(gate) * up)
 
     with contextlib.ExitStack() as undone:
         for layer in layers:
             undone.callback(layer.register_forward_pre_hook(before, with_kwargs=True).remove)
         for _, mixture in modules:
-            if isinstance(mixture, MoE) and mixture.gate_up in layers:
+            if isinstance(mixture, MoE) and isinstance(mixture.gate_up, FP8Weights) and mixture.gate_up in layers:
                 watch = functools.partial(of_experts, mixture)
                 mixture.watchers.append(watch)
                 undone.callback(mixture.watchers.remove, watch)

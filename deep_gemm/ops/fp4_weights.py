@@ -80,6 +80,14 @@ def transform(packed: Any, scales: Any, activations: Any, absolute: bool | None 
         return Fp4Weights(out.view(_TYPES[activations]), factors)
 
 
+def empty(groups: int, n: int, k: int, activations: str, device: Any) -> Fp4Weights:
+    """Weights of zeros (groups, n, k), with relative exponents."""
+    pieces = ceil_div(n, ROWS)
+    shape = groups, pieces, ceil_div(k, DEPTH), _CODE_BYTES + _EXPONENT_BYTES[False]
+    packed = torch.zeros(shape, dtype=torch.uint8, device=device).view(_TYPES[activations])
+    return Fp4Weights(packed, torch.ones(groups, pieces * ROWS, device=device))
+
+
 def is_transformed(packed: Any, grouped: bool) -> bool:
     """Whether weights have the form of `transform`, by their shape."""
     if not isinstance(packed, Tensor) or packed.dtype not in tuple(_TYPES.values()) or packed.dim() != 3 + grouped:

@@ -14,7 +14,7 @@ from itertools import pairwise, product
 import torch
 from torch import Tensor
 
-from deep_gemm.errors import InvalidInputError
+from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
 from deep_gemm.tensors import check_tensor, described, shape_of
 
@@ -76,6 +76,11 @@ def _exponents(packed: Tensor, scales: Tensor, x: str, sf: str) -> Tensor:
         raise InvalidInputError(
             f"{sf} must be exponents (float8_e8m0fnu or uint8), float32 powers of two, or int32 with four exponents "
             f"each, but it is {scales.dtype}."
+        )
+    if scales.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{sf} of float32 cannot be read while a CUDA graph is captured: the host looks whether they are powers of "
+            f"two. Pass exponents, {sf}.to(torch.float8_e8m0fnu), or call transform_fp4_weights before the capture."
         )
     bits = scales.view(torch.int32)
     exponents = bits >> 23

@@ -26,6 +26,9 @@ from .table import DTYPES
 INPUTS = (torch.bfloat16, torch.float16)
 """The dtypes of x."""
 
+_GATED = ("silu_and_mul", "swigluoai_and_mul")
+"""Functions of gate and up, the two halves of x."""
+
 _IN_PLACE = {"add_gelu": "x", "mul_add": "z", "rms_norm": "x", "layer_norm": "x"}
 """The input that a 16-bit result may overwrite."""
 
@@ -33,6 +36,7 @@ _OPTIONS = {
     "add_gelu": (Parameter("approximate", "str", choices=("none", "tanh")),),
     "mul_add": (),
     "silu_and_mul": (Parameter("interleaved", "bool"), Parameter("limit", "float")),
+    "swigluoai_and_mul": (Parameter("limit", "float"),),
     "rms_norm": (Parameter("eps", "float"),),
     "layer_norm": (Parameter("eps", "float"),),
 }
@@ -161,7 +165,7 @@ class RowFunction(Operation):
                 f"x must be torch.bfloat16 or torch.float16, but it is {x.dtype}. Pass x.bfloat16()."
             )
         rows, columns = x.shape
-        if self.function == "silu_and_mul":
+        if self.function in _GATED:
             if columns % 2:
                 raise InvalidInputError(f"x must have an even number of columns, gate and up, but it is {shape_of(x)}.")
             columns //= 2
@@ -233,10 +237,14 @@ def _add_gelu(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
     return gelu(total) if spec.form == "tanh" else gelu_erf(total)
 
 
-def _silu_and_mul(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
+def _gated(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
     both = x["x"]
     gate, up = (both[:, ::2], both[:, 1::2]) if spec.form == "interleaved" else both.chunk(2, dim=1)
-    found = silu(gate.clamp(max=spec.number)) * up.clamp(-spec.number, spec.number)
+    gate, up = gate.clamp(max=spec.number), up.clamp(-spec.number, spec.number)
+    if spec.function == "swigluoai_and_mul":
+        found = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    else:
+        found = silu(gate) * up
     return found * x["factors"][:, None] if "factors" in x else found
 
 
@@ -251,7 +259,8 @@ def _norm(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
 _REFERENCES: dict[str, Callable[[Mapping[str, Tensor], RowsSpec], Tensor]] = {
     "add_gelu": _add_gelu,
     "mul_add": lambda x, spec: x["x"] * x["y"] + x["z"],
-    "silu_and_mul": _silu_and_mul,
+    "silu_and_mul": _gated,
+    "swigluoai_and_mul": _gated,
     "rms_norm": _norm,
     "layer_norm": _norm,
 }

@@ -145,9 +145,17 @@ struct MulAdd {
   }
 };
 
+// gate * sigmoid(1.702 gate) * (up + 1), of which both are held as by `silu_mul`: the activation of gpt-oss.
+DG_DEVICE float swigluoai_mul(float gate, float up, float limit) {
+  constexpr float kAlpha = 1.702f * 1.4426950408889634f;
+  gate = smaller(gate, limit);
+  const float scaled = __fmul_rn(gate, sigmoid_exp2(__fmul_rn(gate, -kAlpha)));
+  return __fmul_rn(scaled, __fadd_rn(-smaller(-smaller(up, limit), limit), 1.0f));
+}
+
 // silu(min(gate, limit)) * clamped(up), times a factor of the row. Gate and up are two inputs. With kInterleaved they are neighbours
-// in one, of whose sixteen columns the second input has the last eight.
-template <bool kInterleaved, bool kFactored>
+// in one, of whose sixteen columns the second input has the last eight. With kOai it is gpt-oss's activation.
+template <bool kInterleaved, bool kFactored, bool kOai = false>
 struct SiluMul {
   enum : u32 { kInputs = 2, kWidth = kInterleaved ? 2 : 1 };
   float limit;
@@ -161,7 +169,7 @@ struct SiluMul {
   DG_DEVICE float value(const Packed (&in)[2], u32 i) const {
     const float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
     const float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
-    const float product = silu_mul(gate, up, limit);
+    const float product = kOai ? swigluoai_mul(gate, up, limit) : silu_mul(gate, up, limit);
     return kFactored ? __fmul_rn(product, factor) : product;
   }
 };

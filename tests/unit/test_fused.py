@@ -203,7 +203,7 @@ def test_mistakes(case: str) -> None:
 def test_kernels_refuse_in_words() -> None:
     assert "functions of rows" in str(ROWS.refuses(CopySpec(1, 1)))
     for spec, words in (
-        (RowsSpec("softmax", 1, 1, "bf16", "bf16"), "it knows add_gelu, mul_add, silu_and_mul, rms_norm, layer_norm"),
+        (RowsSpec("softmax", 1, 1, "bf16", "bf16"), "it knows add_gelu, mul_add, silu_and_mul, swigluoai_and_mul"),
         (RowsSpec("rms_norm", 1, 1, "f32", "f32"), "not f32 into f32"),
         (RowsSpec("rms_norm", 1, 1, "bf16", "f16"), "not bf16 into f16"),
     ):
