@@ -1,7 +1,5 @@
 """Batches of products whose results are exact, with NaN beside each matrix; and one call of each kernel on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

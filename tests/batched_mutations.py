@@ -1,7 +1,5 @@
 """Device code of batched and summed products broken on purpose, as in `mutations.py`."""
 
-from __future__ import annotations
-
 from chosen import case
 from mutation import Mutation
 

@@ -1,7 +1,5 @@
 """The kernels of a file's tests, compiled side by side and not one by one in first calls, which takes minutes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

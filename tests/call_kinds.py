@@ -1,7 +1,5 @@
 """One call of each kind of operation that remembers calls: its tensors by name, and how it is called."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Configs and binaries of the GEMM families by a few fields."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deep_gemm import kernels

@@ -3,8 +3,6 @@
 A row computes on a device, and returns pairs: what the library wrote, and what is exact, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

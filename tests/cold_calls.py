@@ -5,8 +5,6 @@
 Building, loading and launching are left out, and so is what runs while a module is imported.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A comparison as a GPU would give it, and a registry that a test may change."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The real compilers of this machine, and scripts that act as a compiler."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

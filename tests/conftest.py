@@ -1,8 +1,6 @@
 """Shared by all tests: markers by directory, the limit of a test's time, failures named at once, a private kernel
 cache, the record of a GPU run."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """Processes that cannot write anywhere, as in a container with a read-only root filesystem."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

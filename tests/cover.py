@@ -1,7 +1,5 @@
 """A small set of kernels that covers every feature of all kernels."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 

@@ -1,7 +1,5 @@
 """Users' kernels without a GPU: their launches reach a driver that is not there, which notes the arguments."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Products whose operands are DTensors, each divided in every way that it may be; for tests with gloo and with NCCL."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A fake driver: the types of cuda.bindings, and calls that are noted and answered here."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Which functions of the package a call enters."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

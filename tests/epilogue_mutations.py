@@ -1,7 +1,5 @@
 """Device code of epilogues broken on purpose, as in `mutations.py`."""
 
-from __future__ import annotations
-
 from chosen import case
 from epilogue_runs import EXPRESSIONS
 from mutation import Mutation

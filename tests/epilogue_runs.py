@@ -1,7 +1,5 @@
 """One launch of a kernel with an epilogue on operands whose sums are exact, beside the same steps in torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """One config, built, loaded and launched directly, without validation and the selector."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ It prints one JSON line: how many forks and interrupts there were, what exceptio
 around a fork, and whether another thread can use NVRTC afterwards. With torch, a fork may take 0.1 s.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

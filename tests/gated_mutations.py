@@ -1,7 +1,5 @@
 """Device code of products with a gate (SwiGLU) or with FP8 output broken on purpose, as in `mutations.py`."""
 
-from __future__ import annotations
-
 from chosen import case
 from mutation import Mutation
 
@@ -54,8 +52,7 @@ MUTATIONS = [
     Mutation("take gate's scales of B for up", "fp8_scaled.cuh", "(tile.column + scale * kernel.n()) / 256",
              "tile.column / 256", tuple(name for name in GATED if name not in (*HALF, *TURNS))),
     Mutation("add gate's bias to up", "finish.cuh", "(kInterleaved ? 1 : n) + at(part + i)", "at(part + i)",
-             ("pair", "few rows", "labels", "half pair", "half cast", "half labels", "turns",
-              "turns counts", *HALF_TURNS)),
+        ("pair", "few rows", "labels", "half pair", "half cast", "half labels", "turns", "turns counts", *HALF_TURNS)),
     Mutation("cast a row by the scale of the one eight above", "finish.cuh",
              "sum[i + 2] * inverse[1], sum[i + 3] * inverse[1]", "sum[i + 2] * inverse[0], sum[i + 3] * inverse[0]",
              ("labels", "counts", "turns", "half cast", "half counts", *PLAIN)),  # powers of two are alike
@@ -74,8 +71,7 @@ MUTATIONS = [
     Mutation("take the first of B's scales for all", "promotion.cuh", "kScale % Columns::kScales", "0",
              ("pair", "cast", "counts", "turns", "turns counts")),
     Mutation("take interleaved rows' scales where those of halves are", "fp8_scaled.cuh",
-             "Layout::kGated && !Layout::kInterleaved ?", "Layout::kGated ?",
-             ("turns", "turns counts", "turns labels")),
+        "Layout::kGated && !Layout::kInterleaved ?", "Layout::kGated ?", ("turns", "turns counts", "turns labels")),
     Mutation("take a gate's bias as that of halves", "finish.cuh", "return at(part + i) * kApart;",
              "return at(part + i);", ("turns", "turns counts", *HALF_TURNS)),
     Mutation("take the bias of up for a gate", "finish.cuh", "lane % kRun * kApart, group)", "lane % kRun, group)",

@@ -1,8 +1,6 @@
 """One call of each kernel with a gate (SwiGLU) or FP8 output with given device code, whose result and surroundings are
 checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The record of a run of tests/gpu: what passed, on what, when, for which sources."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

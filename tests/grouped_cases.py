@@ -1,7 +1,5 @@
 """Cases of GEMMs grouped by M for the unit tests and the GPU tests: routings, operands, calls in each form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

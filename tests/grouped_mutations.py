@@ -1,8 +1,6 @@
 """Device code of the grouped kernels broken on purpose, as in `mutations.py`: each edit makes a wrong result, and no
 wait for something that never comes."""
 
-from __future__ import annotations
-
 from chosen import case
 from mutation import Mutation
 

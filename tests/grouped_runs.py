@@ -1,7 +1,5 @@
 """One call of each grouped kernel with given device code, whose result and surroundings are checked."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Mutations of the device code of the 16-bit kernels, as in `mutations.py`: each edit gives a wrong result and no
 hang."""
 
-from __future__ import annotations
-
 from chosen import case
 from mutation import Mutation
 

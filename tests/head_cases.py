@@ -1,7 +1,5 @@
 """FP8 products into heads with columns that are left out, with exact results; and one call of each kernel on them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Edited copies of the device headers."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

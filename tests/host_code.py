@@ -1,7 +1,5 @@
 """Device arithmetic, compiled for the host."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -11,8 +11,6 @@ change of the record is argued in the commit that makes it. After a conflict in 
 write it again.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Which kernels are chosen and how they are launched for drawn calls: a part of the record of ``house.py``."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

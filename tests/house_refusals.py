@@ -1,7 +1,5 @@
 """What wrong calls on the CPU raise: a part of the record of ``house.py``."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import re

@@ -1,7 +1,5 @@
 """A fake compiler, for tests of the code around compilers."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

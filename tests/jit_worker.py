@@ -3,8 +3,6 @@
 It prints one JSON line, and `ready` before it waits for the file `gate` to appear.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """Operands of GEMMs grouped along K whose results are exact."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

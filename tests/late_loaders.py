@@ -1,7 +1,5 @@
 """Kernels of clusters in which some loader has no box of a tile, and device headers in which such a loader is late."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from chosen import case, find_config, make_params

@@ -1,7 +1,5 @@
 """Launches of FP8 GEMMs for any geometry, without a driver: the arguments that it would get."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

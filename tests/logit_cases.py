@@ -1,7 +1,5 @@
 """Operands of indexer logits, and what their logits are in float64."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

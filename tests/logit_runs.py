@@ -1,8 +1,6 @@
 """One call of each kernel of indexer logits and of the prenorm product with given device code, whose result is
 checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Device code of indexer logits and of the prenorm product broken on purpose, as in `mutations.py`: each edit makes a
 wrong result, and no wait for something that never comes."""
 
-from __future__ import annotations
-
 from logit_runs import params_of
 from mutation import Mutation
 

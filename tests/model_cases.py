@@ -1,7 +1,5 @@
 """Models for tests: their configs, headers of checkpoints, and the layers of a plan as text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mixtures of experts for tests without a GPU and with one: arguments of `fp8_moe`, and exact results."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One edit of one header that breaks kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Each is one edit of one header. None makes a kernel hang, read outside its opera
 wrong result, the same every time.
 """
 
-from __future__ import annotations
-
 from chosen import SWAPPED, find_config, make_params
 from mutation import Mutation
 
@@ -58,11 +56,9 @@ MUTATIONS = [
              "column = last_height.quotient(index);", "column = last_height.quotient(index) / 2 * 2;",
              ("one by one", "once")),
     Mutation("take the first block's scales of B from the second", "promotion.cuh",
-             "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 0)", "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 1)",
-             EVERY),
+        "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 0)", "kSpreads ? __shfl_sync(0xffffffffu, lead[r], 1)", EVERY),
     Mutation("take B's scales of another consumer's blocks", "order.cuh",
-             "const u32 step = turn + count * kConsumersK;", "const u32 step = count * kConsumersK;",
-             ("swapped split",)),
+        "const u32 step = turn + count * kConsumersK;", "const u32 step = count * kConsumersK;", ("swapped split",)),
     Mutation("take the first segment's scales of B for all", "columns.cuh", ": first(scale) / 128;",
              ": first(0) / 128;", ("segments",)),
     Mutation("change B's scale a group of columns late", "columns.cuh", "kBlockN == 256 ? 128 * scale : begin(scale);",

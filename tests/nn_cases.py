@@ -1,7 +1,5 @@
 """Layers of `deep_gemm.nn`, what they compute, and what is exact; for tests without a GPU and with one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of each operator of torch, from calls of public functions."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Packs of kernels from the fake compiler, for tests of packs."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers over several ranks beside the same layers in one process; for tests with gloo and with NCCL."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

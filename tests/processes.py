@@ -1,7 +1,5 @@
 """Real processes that build kernels, and are killed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

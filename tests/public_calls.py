@@ -1,7 +1,5 @@
 """A right call of each public function that takes tensors, small and on the CPU, and the names of all others."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

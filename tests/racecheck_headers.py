@@ -4,8 +4,6 @@ It does not always see that a thread that arrives at an mbarrier also arrives fo
 barrier before: in the exchange of sums it reported the reads of exactly 127 of 128 threads. See CONTRIBUTING.md.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

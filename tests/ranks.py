@@ -1,7 +1,5 @@
 """Real processes as ranks of a gloo group on this machine, each of which runs jobs."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

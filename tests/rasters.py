@@ -1,7 +1,5 @@
 """The raster of the device code, in the same arithmetic."""
 
-from __future__ import annotations
-
 
 def quotient(x: int, numbers: tuple[int, ...]) -> int:
     """`Divisor::quotient`, with 32 bits as there."""

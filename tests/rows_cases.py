@@ -1,7 +1,5 @@
 """Functions of rows: their inputs with difficult values, what they are in float64, and when a result is right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Device code of functions of rows broken on purpose, as in `mutations.py`."""
 
-from __future__ import annotations
-
 from mutation import Mutation
 from rows_runs import RowsRun
 

@@ -1,7 +1,5 @@
 """One call of each kind of kernel of `deep_gemm.fused` with given device code, whose result is checked."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

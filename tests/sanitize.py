@@ -13,8 +13,6 @@ launch with a weight promise.
 that shows it: see `racecheck_headers.py`. `--name` selects kernels.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """`make sanitize`: `sanitize.py` under compute-sanitizer. memcheck and racecheck must report nothing, and racecheck
 must report each race that is added on purpose."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import subprocess

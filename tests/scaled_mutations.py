@@ -1,8 +1,6 @@
 """Device code of the FP8 kernel with any scaling broken on purpose, as in `mutations.py`: each edit makes a wrong
 result, and no wait for something that never comes."""
 
-from __future__ import annotations
-
 from chosen import case
 from mutation import Mutation
 
@@ -34,14 +32,12 @@ MUTATIONS = [
     Mutation("give a row the scale of the one eight above", "scaling.cuh",
              "factors.row[kSlice][row], partial[i + 2 * row] * even",
              "factors.row[kSlice][0], partial[i + 2 * row] * even", _1D1D),
-    Mutation("load scales of the first rows for every tile", "tile_scales.cuh",
-             "barriers.full(stage), row, block);", "barriers.full(stage), 0, block);",
-             ("rows", "parts", "blocks", "swapped split")),
+    Mutation("load scales of the first rows for every tile", "tile_scales.cuh", "barriers.full(stage), row, block);",
+        "barriers.full(stage), 0, block);", ("rows", "parts", "blocks", "swapped split")),
     Mutation("give a weight the scale of the one eight above", "fp8_scaled_swapped.cuh", "i & 2 ? high : low", "low",
              ("swapped",)),
     Mutation("take the first tile's scales of B where operands are swapped", "fp8_scaled_swapped.cuh",
-             "return {{tile.column / 128}, kernel.order(turn)};", "return {{0}, kernel.order(turn)};",
-             ("swapped split",)),
+        "return {{tile.column / 128}, kernel.order(turn)};", "return {{0}, kernel.order(turn)};", ("swapped split",)),
     Mutation("store weights of the upper half in the lower", "swapped_output.cuh", "lane / 4 + i / 2 * 8,", "lane / 4,",
              ("swapped split",)),
     Mutation("take the first tile's scales of B", "fp8_scaled.cuh", ": tile.column / 128 + scale;",

@@ -1,7 +1,5 @@
 """Python files outside of packages, such as examples, as modules."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

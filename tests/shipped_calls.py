@@ -7,8 +7,6 @@ missing that is not of the kinds in `LEFT`. `tests/unit/test_shipped.py` draws f
 what ships: every dtype of d that an operation takes, every c, every layout.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

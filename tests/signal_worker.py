@@ -6,8 +6,6 @@ SIGINT), "exit" (ends the process with status 7) or "ends" (the main thread does
 thread that compiles: "main" or "thread".
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Jobs that run in several processes at once, which are the ranks of a process group on this machine."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Builds of our kernels with the real compilers, and readers of their machine code."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """Disassemblies of many kernels at a time: nvdisasm takes 0.4 s to start, and a twentieth of that for a kernel."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

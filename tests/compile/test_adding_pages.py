@@ -1,7 +1,5 @@
 """The page on adding to the package: what each part adds works, in a copy of the sources, and changes few files."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -1,8 +1,6 @@
 """What settings and edited headers do to a build. In a file of its own: while kernels of a file are built by threads,
 each `settings.override` would reach them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The real compilers with small kernels: options reach them, and their logs and errors come back."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """The cache in real processes with faults: no home, no space, another user, another version, a kill."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """The cache with many real processes: one compilation per key, and no harm from killed processes."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What only machine code shows, not results: evict-first, next-tile hints, sums that nobody clears, prefetches."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

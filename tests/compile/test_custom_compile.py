@@ -1,7 +1,5 @@
 """Users' kernels through the real compilers: the example's kernels, all element types, errors with their lines."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

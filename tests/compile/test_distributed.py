@@ -1,7 +1,5 @@
 """Compiling ahead on four ranks, which are real processes with gloo. By default each has its own cache directory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Compiling ahead by threads and processes: results are adopted, and missing ones are built here."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Calls on a card of each target with a faked driver: they find, build and launch a kernel, or say what they need."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Directories with any name: NVRTC takes paths as bytes, and the shell that NVCC uses does not interpret them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

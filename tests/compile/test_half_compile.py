@@ -1,7 +1,5 @@
 """The machine code of 16-bit GEMMs and of MXFP4 weights: the expected instructions, and short main loops."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The readers of machine code, tested with made-up code."""
 
-from __future__ import annotations
-
 from kernel_builds import in_one_bank, moves_to_uniform
 
 

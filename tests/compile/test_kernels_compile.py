@@ -1,7 +1,5 @@
 """Every kernel and case through both compilers: fast code, and the resources that the host computed."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """The mutations of tests/gpu apply to the current device code, and compile."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

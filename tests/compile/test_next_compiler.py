@@ -1,7 +1,5 @@
 """A compiler that cannot compile anything is skipped: the next one is used, and is chosen once per process."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

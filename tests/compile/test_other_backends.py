@@ -1,7 +1,5 @@
 """Triton's kernels, and those of the plugin in TileLang, compile for sm_90a without a GPU, and use wgmma and TMA."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Kernels with headers for racecheck compile, and those with late loaders. Other tests of them need a GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import logit_runs

@@ -1,7 +1,5 @@
 """The read-floor kernel, which only reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kernel_builds import open_compiler

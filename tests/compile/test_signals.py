@@ -1,7 +1,5 @@
 """Signals that arrive while NVRTC compiles: the process reacts as it would elsewhere."""
 
-from __future__ import annotations
-
 import _thread
 import json
 import os

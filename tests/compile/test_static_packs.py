@@ -1,7 +1,5 @@
 """Packs from end to end, in real processes: built without a GPU, used without a compiler and under another path."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

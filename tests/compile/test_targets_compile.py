@@ -1,7 +1,5 @@
 """Kernels that are built for GPUs other than Hopper, compiled for each of them."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

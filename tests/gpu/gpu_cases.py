@@ -1,7 +1,5 @@
 """Shared code of the GPU tests: shapes, memory layouts, and calls with guarded buffers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

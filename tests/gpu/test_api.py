@@ -1,7 +1,5 @@
 """The public interface on a GPU: every form of call, and every utility."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """FP8 batches and fp8_einsum on a GPU: numbers, bits, memory, graphs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import batched_cases

@@ -1,7 +1,5 @@
 """Batches of products and einsum on a GPU: numbers, bits, memory, graphs."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Behaviour besides numbers: streams, graphs, threads, repetition, and state that a call must not change."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

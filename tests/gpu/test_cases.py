@@ -1,8 +1,6 @@
 """Every case of the dense families, launched directly: the selector chooses few of them in other tests. Those of
 FP8 with scales of blocks and bf16 output are in test_configs.py."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path

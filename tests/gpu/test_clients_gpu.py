@@ -1,7 +1,5 @@
 """Calls in clients' spellings, on a GPU: cold, then warm."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from client_calls import ROWS

@@ -1,7 +1,5 @@
 """Every installed backend gives right results on a GPU, with small and odd shapes, and can be timed in every mode."""
 
-from __future__ import annotations
-
 import pytest
 
 from deep_gemm import backends

@@ -1,7 +1,5 @@
 """Every legal config against the oracle, also those that the selector would not choose."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

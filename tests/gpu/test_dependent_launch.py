@@ -4,8 +4,6 @@ Each sequence runs back to back, from a queue that the host has filled. Its resu
 the same calls with a synchronisation between them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DG_CHECK=1 on a GPU: values on the device that break the contract are a sentence, and the context lives on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_cases import DEVICE

@@ -1,7 +1,5 @@
 """Epilogues on a GPU: each family's kernels, launched directly; and calls, against the same steps one by one."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

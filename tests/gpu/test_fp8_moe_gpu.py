@@ -1,7 +1,5 @@
 """`fp8_moe` on a GPU: beside float64, beside separate calls bit for bit, in graphs, and with changing counts."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """fp8_gemm with every scaling, float32 and 16-bit output, C, and operands whose K is not contiguous."""
 
-from __future__ import annotations
-
 import functools
 import random
 from typing import Any

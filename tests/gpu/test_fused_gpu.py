@@ -1,7 +1,5 @@
 """`deep_gemm.fused` on a GPU: beside float64, and bit for bit beside themselves and beside casts."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """Epilogues of products grouped by M on a GPU: every config with a gate or FP8 output, and the dense ones of 16 bits,
 launched directly; and calls, against dense products of each group."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

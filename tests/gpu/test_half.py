@@ -1,7 +1,5 @@
 """bf16_gemm and fp16_gemm on a GPU: numbers, bits, memory, graphs, constant weights. Batch invariance, also of FP8."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

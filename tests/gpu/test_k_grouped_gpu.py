@@ -1,7 +1,5 @@
 """GEMMs grouped along K on a GPU: numbers, bits, memory, graphs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

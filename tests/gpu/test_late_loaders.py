@@ -2,8 +2,6 @@
 see whether a round is over, but not which one: after missing one it would wait forever. (The kernels are debug builds,
 which trap then.)"""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Indexer logits and the prenorm product on a GPU: against sums in float64, repeated, and in graphs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A test of the tests: kernels of logits and of the prenorm product that are broken on purpose give wrong results."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

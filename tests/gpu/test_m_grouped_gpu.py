@@ -1,7 +1,5 @@
 """GEMMs grouped by M on a GPU: numbers, bits, memory, graphs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A test of the tests: each layer of the oracle finds kernels that are broken on purpose."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

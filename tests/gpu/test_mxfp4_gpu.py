@@ -1,7 +1,5 @@
 """Products of MXFP4 weights on a GPU: against float64, beside poison, repeated, in graphs, and for every config."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The modules of `deep_gemm.nn` on a GPU: results, gradients, compiled layers, CUDA graphs and streams."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors whose storage was freed, as FSDP does between uses: the error names them, and the CUDA context survives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gpu_cases import DEVICE, nan_output

@@ -1,7 +1,5 @@
 """The numbers that fp8_gemm_nt writes: bit-exact and statistical tests."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Users' kernels on a GPU: exact results, the caller's stream, graphs, and the monitor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sums of products in parts of K on a GPU: the order of parts, memory with anything in it, repeats, streams, graphs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

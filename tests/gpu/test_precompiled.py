@@ -1,7 +1,5 @@
 """Calls use the kernels that were compiled ahead."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Casts to FP8 on a GPU give the bytes that torch computes on the CPU."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A kernel that was built before, but is no longer in our cache."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replays: calls that differ from an earlier call only in the addresses of operands."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

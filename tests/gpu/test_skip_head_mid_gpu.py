@@ -1,7 +1,5 @@
 """fp8_gemm_nt_skip_head_mid on a GPU: every kernel, and the bits of a dense product."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import head_cases

@@ -1,7 +1,5 @@
 """SwiGLU on a GPU: every config, launched directly; and calls, against the steps one by one on a float32 product."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """The three timing modes with a real kernel: plausible times, and cuBLASLt for comparison."""
 
-from __future__ import annotations
-
 import costs
 import pytest
 import torch

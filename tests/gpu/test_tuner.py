@@ -1,7 +1,5 @@
 """Tuning on a GPU: what is measured, what it leaves alone, and what calls do afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Layers over two GPUs with NCCL beside the same layers on one, the examples of several ranks, and two GPUs with one
 cache. Layers are run three times: once as they are, and once with each of two ranks late."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """FP8 output without groups, on both sides of the number of rows up to which it takes two launches, a product and a
 cast: the bytes of one launch, of two and of `quantize.rows` are the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

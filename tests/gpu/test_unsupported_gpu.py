@@ -1,7 +1,5 @@
 """A GPU without kernels, simulated on the GPU of this machine."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Binaries from another process: damage is detected, and only binaries that fit are adopted."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

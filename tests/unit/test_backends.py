@@ -1,7 +1,5 @@
 """The registry of backends: who has which operation, who is absent and why, and how others join."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

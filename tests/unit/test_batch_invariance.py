@@ -1,7 +1,5 @@
 """The switch for batch invariance: its two pairs of names, its effect, and that setting it drops no call."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of products and einsum on the CPU: results, refusals, and the launches that a GPU would make."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """FP8 batches and fp8_einsum on the CPU: results, refusals, and the launches that a GPU would make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

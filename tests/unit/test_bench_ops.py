@@ -1,7 +1,5 @@
 """Benchmarks of the 16-bit operations, on the CPU: operands in their forms, peers, rows, surveys."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The scripts of benchmarks/ run without a GPU: rows of costs and of the selector, and other headers beside these."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The budgets of a deployment (`benchmarks/budgets.json`): number of kernels, compile time, imports."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import subprocess

@@ -1,7 +1,5 @@
 """The builder: layers in order, each key compiled once, and no failure but the compiler's."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

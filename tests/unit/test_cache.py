@@ -1,7 +1,5 @@
 """The disk cache: a bad entry is a miss, a bad root means memory only, and neither fails a build."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """10,000 corrupted variants of one entry: none is loaded, and none raises."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

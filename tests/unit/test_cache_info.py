@@ -1,7 +1,5 @@
 """`deep_gemm.cache_info`, the statistics of a builder, and DG_JIT_FORBID_COMPILE."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,8 +1,6 @@
 """DG_JIT_CACHE_LIMIT: kept after each publication by removing the least recently used entries, without failing a
 build."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,8 +1,6 @@
 """Locks of the cache: filesystems without locks, links in place of locks, and interrupts, which must leave no lock
 held."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

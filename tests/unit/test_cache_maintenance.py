@@ -1,7 +1,5 @@
 """`cache verify` and `cache prune`: which entries they report, which they remove, and which they leave alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

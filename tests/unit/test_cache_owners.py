@@ -1,8 +1,6 @@
 """Owners and modes: the cache uses only directories and files that nobody but this user or root can write to, at every
 level, and it reads exactly the files that it checked."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """Source, key and cubin of a stored kernel are checked together, and no stored number fails a build."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Calibrations: their files, the start of an unknown card, the fit, and how well the committed ones choose."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import asdict, fields, replace

@@ -1,7 +1,5 @@
 """Remembered calls: warm calls, and call replays, which differ from an earlier call only in addresses."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

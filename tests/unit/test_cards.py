@@ -1,7 +1,5 @@
 """The GPU models that kernels are compiled ahead for: whatever a call on one of them chooses is there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

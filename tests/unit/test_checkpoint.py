@@ -1,7 +1,5 @@
 """Layers of checkpoints, from headers of safetensors that this file writes: no tensor has any data."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Checks that operations share: whether TMA can address a tensor, and whether tensors overlap."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command, through click's runner; one subprocess, for `python -m`."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

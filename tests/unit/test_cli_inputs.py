@@ -1,7 +1,5 @@
 """Any input to the command line ends with an exit status and a sentence: no traceback, no hang."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How commands end: with 0 only if something was done, with 2 for what cannot be used, in few words."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

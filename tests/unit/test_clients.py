@@ -1,7 +1,5 @@
 """The interface as clients use it: calls in their spelling, what they probe and set, and helpers of their tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

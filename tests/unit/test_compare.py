@@ -1,7 +1,5 @@
 """`compare` and `deep-gemm compare`: what is checked, what becomes a row, how rows are ranked, and what is printed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In the place of other programs' DeepGEMMs, before and after they are imported. Fake packages stand in for them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

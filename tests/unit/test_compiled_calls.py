@@ -1,7 +1,5 @@
 """Each public function inside `torch.compile`: no graph break, the bits of a plain call, one graph for all M."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

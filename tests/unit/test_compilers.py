@@ -1,8 +1,6 @@
 """Finding compilers and parsing their output. No compiler runs here: nvcc is a shell script, and NVRTC is not
 opened."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path

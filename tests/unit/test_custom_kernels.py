@@ -1,7 +1,5 @@
 """Users' kernels: what is declared, what is refused in words, and what reaches the driver."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is refused of users' kernels, in sentences that name what is wrong, and what `deep-gemm new-kernel` writes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """DeepGEMM is imported under the name of this package, which must be intact afterwards. Fake packages stand in for
 it."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """DeepSeek-V4: its layers by config.json and by its tensors, and the kernels of indexers and hyper-connections."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -2,8 +2,6 @@
 breaks the contract, before it writes anything; DG_CHECK=1 refuses it in each call on a GPU, and otherwise nobody
 looks."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

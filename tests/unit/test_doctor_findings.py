@@ -1,7 +1,5 @@
 """What doctor makes of a machine: each finding, what to do about it, and how the last lines read."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The driver layer without a driver: its calls, their arguments, and every message."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Launch records, packed and patched: the tests read the memory that the driver would read."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import itertools

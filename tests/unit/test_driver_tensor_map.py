@@ -1,7 +1,5 @@
 """Tensor maps, through the C signature of the driver's encoder."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 from typing import Any

@@ -1,7 +1,5 @@
 """What entries and public functions are made of: declared parameters, few Python calls, and lines in tracebacks."""
 
-from __future__ import annotations
-
 import inspect
 import linecache
 import traceback

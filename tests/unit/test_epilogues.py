@@ -1,7 +1,5 @@
 """Epilogues: what each part means, what is refused, and the arithmetic of activations."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import math

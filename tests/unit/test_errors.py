@@ -1,7 +1,5 @@
 """The exceptions: what clients may catch, what the messages hold, and that they cross process borders."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The examples of training, of a mixture of experts and of a model of Transformers run without a GPU."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

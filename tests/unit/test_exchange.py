@@ -1,7 +1,5 @@
 """Exchanging kernels between ranks, through each kind of store that torch has."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Grouped shapes and the kernels that are compiled ahead for them: all that any routing can need."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

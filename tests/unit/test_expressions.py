@@ -1,7 +1,5 @@
 """Epilogues with an expression of a user: what it is given, what is refused, what torch records."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

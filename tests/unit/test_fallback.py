@@ -1,7 +1,5 @@
 """DG_FALLBACK: ways that are tried in order where there is no kernel, each reason said once."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """FFMA bursts: which control bits of a cubin's code are changed, and which code is left alone."""
 
-from __future__ import annotations
-
 import logging
 import struct
 

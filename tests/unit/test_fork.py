@@ -1,8 +1,6 @@
 """Forked children: one that is forked after CUDA was initialised gets an error that says so, and no fork happens while
 a thread is inside a library with locks."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import fcntl

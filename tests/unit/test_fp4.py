@@ -1,7 +1,5 @@
 """Products of MXFP4 weights: what kernels read of them, results of the reference, and refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

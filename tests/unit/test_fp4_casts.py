@@ -1,7 +1,5 @@
 """Casts to FP4 and back, as DeepGEMM's tests define them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`fp8_moe`: a mixture of experts as one call, beside float64, and beside its steps as calls of their own."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Products that write FP8 with 1x128 scales, without a gate: what they mean, what is refused, and their kernels."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Functions of rows: what the reference computes, what is launched, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Jinja environment: C++ stays as it is, and anything ambiguous is an error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

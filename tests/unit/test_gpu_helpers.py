@@ -1,7 +1,5 @@
 """The helpers of tests/gpu, without a GPU: forced configs, kernels built before a file's tests, the record of a run."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import struct

@@ -1,7 +1,5 @@
 """Where gradients end, which is told once a process, and how exact weight gradients are."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Grouped GEMMs: the numbers of the order of tiles, when padding is skipped, and which weights leave L2 first."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

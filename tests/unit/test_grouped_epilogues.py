@@ -1,7 +1,5 @@
 """Epilogues of products grouped by M: those of the groups' own products, in each form; what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

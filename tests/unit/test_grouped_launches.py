@@ -1,7 +1,5 @@
 """What calls of grouped products launch: estimates, alignments, scales and strides of groups."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

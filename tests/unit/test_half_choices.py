@@ -1,7 +1,5 @@
 """What the performance model counts for 16-bit operands, and which of their tiles are chosen."""
 
-from __future__ import annotations
-
 import pytest
 
 from deep_gemm import ops

@@ -1,7 +1,5 @@
 """Models and shapes of bfloat16 and float16: which operation their layers run, and what is compiled ahead for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

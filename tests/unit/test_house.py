@@ -1,7 +1,5 @@
 """The tree agrees with tests/house.json; see tests/house.py."""
 
-from __future__ import annotations
-
 import house
 import pytest
 

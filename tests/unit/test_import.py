@@ -1,7 +1,5 @@
 """Importing is light and complete, and touches neither files, environment nor GPU."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Products grouped along K on the CPU: each group's product, sizes, recipes, and casts that suit them."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What all kernel families keep: they take only what they compute, their configs fit the hardware, and names and
 sources tell binaries apart."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

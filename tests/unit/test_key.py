@@ -1,7 +1,5 @@
 """Cache keys: everything that decides the bytes of a cubin changes the key, and nothing else does."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What calls of products launch: the spec, strides and addresses of the GEMM, and the copies before it."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from types import SimpleNamespace

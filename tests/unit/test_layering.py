@@ -1,7 +1,5 @@
 """The structure of the package: imports point one way, one module reads the environment, files stay small."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

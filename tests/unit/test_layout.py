@@ -1,7 +1,5 @@
 """Layouts of scales, on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Indexer logits: what torch computes on the CPU, every spelling, the schedule, the launches, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Measuring configs of a call: when, on what, and what the call does afterwards. The GPU and its times are fakes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace

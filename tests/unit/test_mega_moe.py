@@ -1,7 +1,5 @@
 """DeepGEMM's fused mixture of experts, for one rank: beside float64 on the CPU, by its rules of rounding."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers of models by their quantization_config: formats, and which layers are quantised; names of layers as text."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

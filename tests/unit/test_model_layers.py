@@ -1,7 +1,5 @@
 """Layers of models from their config.json: sizes by family and degree, operations, formats, and what is left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

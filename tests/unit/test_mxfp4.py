@@ -1,7 +1,5 @@
 """MXFP4: its forms, casts, and what FP8 holds of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights and their scales, as checkpoints of several tools store them, in layers of both modes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`torch.compile(fullgraph=True)` over the modules, forward and backward: one graph for many M, and no copies."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`convert` and `load_checkpoint`: what is taken, what stays and why, and checkpoints as DeepSeek writes them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Casts of weights that a layer keeps, and what a pass of a linear layer costs the host: calls, functions, memory."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

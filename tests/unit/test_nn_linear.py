@@ -1,7 +1,5 @@
 """`FP8Linear` and `BF16Linear`: results and gradients against float64, modes, state dicts, and how torch calls them."""
 
-from __future__ import annotations
-
 import copy
 import io
 import subprocess

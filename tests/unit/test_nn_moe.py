@@ -1,7 +1,5 @@
 """`FP8GroupedLinear`, `MoE` and `Routing`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

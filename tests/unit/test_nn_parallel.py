@@ -1,7 +1,5 @@
 """Layers that are divided among ranks, and operators whose operands are DTensors, over two ranks with gloo."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

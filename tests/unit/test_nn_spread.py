@@ -1,7 +1,5 @@
 """`check_spread`: which layers are named, and what setting their recipe does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

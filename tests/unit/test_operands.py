@@ -1,8 +1,6 @@
 """Which operands and options products accept, and what they say of others. `tests/house.json` records what the usual
 mistakes say: other dtypes, shapes, ranks and layouts of each argument. Here are those that need other tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Operators refuse what functions refuse: what comes through either door is checked in `Operation.check`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

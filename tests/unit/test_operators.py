@@ -1,7 +1,5 @@
 """Operators of torch: what is traced by `torch.compile` and `torch.export` computes what a plain call does."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

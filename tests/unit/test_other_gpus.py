@@ -1,7 +1,5 @@
 """GPUs other than Hopper: what their kernels compute in place of Hopper's instructions, and what is refused."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 from pathlib import Path

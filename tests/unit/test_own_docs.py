@@ -1,7 +1,5 @@
 """Examples of pages with tests of their own, and those of docstrings, run as they stand."""
 
-from __future__ import annotations
-
 import builtins
 import doctest
 import inspect

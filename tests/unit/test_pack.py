@@ -1,7 +1,5 @@
 """The file of a pack: reproducible, readable by tar, and refused if one bit of it is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import io

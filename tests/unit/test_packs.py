@@ -1,7 +1,5 @@
 """Packs as a layer: searched after memory and before disk, without a compiler; a bad pack never fails a build."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

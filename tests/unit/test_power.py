@@ -1,7 +1,5 @@
 """The power model: the predicted time of launches back to back, its fit, and the survey for it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, replace
 from pathlib import Path

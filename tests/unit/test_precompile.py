@@ -1,7 +1,5 @@
 """Workloads from every kind of source, and compiling them ahead."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tools as child processes: the time limit, what they leave behind, and invalid outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Casts, weight promises and the debug record refuse invalid input with a sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

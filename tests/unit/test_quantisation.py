@@ -1,7 +1,5 @@
 """Casts to FP8: shapes, scales, and round trips."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

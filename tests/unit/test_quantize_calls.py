@@ -1,7 +1,5 @@
 """Casts to FP8 with outputs that the caller gives: what is launched, what torch computes, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

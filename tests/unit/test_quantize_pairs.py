@@ -1,7 +1,5 @@
 """Casts to FP8 with two outputs, a matrix and its transpose, from one pass."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

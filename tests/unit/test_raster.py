@@ -1,7 +1,5 @@
 """Division by launch constants, and the raster of tiles."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Timing of the read floor, without a GPU: the launches, the rows that have it, and the bytes that the kernel reads, by
 evaluating the expressions in its source."""
 
-from __future__ import annotations
-
 import importlib.resources
 import re
 from types import CodeType, SimpleNamespace

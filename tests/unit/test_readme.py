@@ -1,7 +1,5 @@
 """README and documentation: examples run, commands and links exist, generated parts are up to date."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

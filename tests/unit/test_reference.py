@@ -1,7 +1,5 @@
 """The reference against products computed element by element."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

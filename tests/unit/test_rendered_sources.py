@@ -1,7 +1,5 @@
 """Rendered sources: what the render key depends on, and that disk and packs find sources by it."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files around the package agree with it: workflow, issue forms, citation, what `make` installs."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

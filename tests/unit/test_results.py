@@ -1,7 +1,5 @@
 """What products compute on the CPU, where the reference takes the kernel's place: forms, strides, c, groups."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """`make sanitize`: which kernels run and what each shows, edits of headers that must apply, and what is a failure."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import batched_cases

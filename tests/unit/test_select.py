@@ -1,7 +1,5 @@
 """The selector on random problems: legal, finite, repeatable, and plausible where that can be stated."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

@@ -1,7 +1,5 @@
 """Settings: the environment is read at each access, errors are sentences, and overrides nest and reach threads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Parts of a list of kernels: the same in every process, disjoint, complete and even; and pickling for workers."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import random

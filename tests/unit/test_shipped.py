@@ -1,8 +1,6 @@
 """The kernels that a wheel ships: no default call misses, and what holds them is found, can be turned off, and may be
 missing or damaged."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

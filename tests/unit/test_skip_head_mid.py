@@ -1,7 +1,5 @@
 """fp8_gemm_nt_skip_head_mid on the CPU: results, refusals, and the launches that a GPU would make."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The file of a solid pack: the same kernels give the same bytes, and what is damaged is refused, never used."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Surveys: shapes, modes, and the time of a config."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SwiGLU over two halves of B: what it means, what is refused, and the arithmetic of its cast."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace

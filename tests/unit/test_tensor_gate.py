@@ -1,7 +1,5 @@
 """Tensors that are no plain ones, in every place of every public function: one sentence, and no dead process."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tests of the tools that check kernels: they must accept right results and catch wrong ones."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

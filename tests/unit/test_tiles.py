@@ -1,7 +1,5 @@
 """Tiles of dense GEMMs: their columns, their TMA boxes, which CTA computes which, and what is refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

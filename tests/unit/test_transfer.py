@@ -1,7 +1,5 @@
 """`cache pack`, `cache merge` and `cache verify` of packs: which kernels are taken, kept and refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Triton's kernels, run in its interpreter: every config's tile gives the right product, edges included."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Surveys for the tuner: what they say of measured choices, and `deep-gemm tune`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

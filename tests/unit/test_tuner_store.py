@@ -1,7 +1,5 @@
 """Choices by measured times: what is kept, how it is found again, and what of it is not believed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

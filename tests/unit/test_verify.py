@@ -1,7 +1,5 @@
 """`deep-gemm doctor --verify`, without a GPU: torch's reference takes the place of our kernels."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

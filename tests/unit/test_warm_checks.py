@@ -1,8 +1,6 @@
 """A warm call and a replay do what the same call does when it comes first: each change of a property or setting that
 checks, work or plans look at is refused in the same words, or launches the same."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The filesystem calls of a warm start, counted in a new process: they must stay few."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Weight promises: what they cover, when they end, and that the end of a storage at any moment breaks nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

@@ -1,7 +1,5 @@
 """Calls that users get wrong: each message ends with what to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
