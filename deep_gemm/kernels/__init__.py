@@ -70,6 +70,12 @@ def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
     return [family for family in likely if _reason(family, spec, arch) is None] or _able(every, spec, arch)
 
 
+def memory_bytes(spec: GemmSpec, arch: ArchSpec) -> int:
+    """Bytes of the operand ``memory``, in which parts of K meet, that kernels for ``spec`` need at most."""
+    here = [family for family in gemms().values() if arch.name in family.archs and spec.grouping in family.groupings]
+    return max((family.rules.memory_bytes(spec) for family in here), default=0)
+
+
 def for_helper(spec: Spec, arch: ArchSpec) -> KernelFamily:
     """The family that computes a spec that is no GEMM. Raises UnsupportedError if there is none."""
     of: type = type(spec)

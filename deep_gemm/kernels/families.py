@@ -14,6 +14,7 @@ from .hopper.fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_register
 from .hopper.gated import FP8_GATED, HALF_GATED
 from .hopper.half_gemm import HalfGemm
 from .hopper.swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
+from .portable.families import PORTABLE
 
 ALL_FORMS = ("nt", "nn", "tn", "tt")
 SHAPE = (0, 2112, 7168)
@@ -385,4 +386,5 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
     *(HALF_BATCHED, HALF_GATED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *PORTABLE,
 )

@@ -47,6 +47,11 @@ MOST_SUMS = 128 * 128
 _WARPS = 8
 """Warps of a CTA that write them, at most. Each has a word that counts parts."""
 
+_LEAST_BLOCKS = 4
+"""Blocks of K in a part of a product with swapped operands: what a part costs beside them is little then."""
+_MOST_PARTS = 255
+"""Parts that are counted in a byte."""
+
 _AHEAD = 32768
 """Bytes of B that a CTA prefetches while sizes are read."""
 
@@ -198,17 +203,20 @@ def _tiles(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def parts(config: GemmConfig, spec: GemmSpec) -> int:
-    """The number of parts that K is cut into: as many as fill the GPU with clusters, at most one for each block of K of
-    each CTA. 1 for a config without parts."""
+    """The number of parts that K is cut into: as many as fill the GPU with clusters, if each CTA has enough blocks of K
+    then. 1 for a config without parts."""
     if not config.parts:
         return 1
     size, blocks = config.cluster_size, ceil_div(spec.k, config.block_k)
-    return max(1, min(int(PACKING[size] * spec.num_sms / size) // _tiles(spec, config), blocks // size))
+    least = _LEAST_BLOCKS if config.swap_ab else 1
+    room = int(PACKING[size] * spec.num_sms * config.ctas_per_sm / size) // _tiles(spec, config)
+    return max(1, min(room, blocks // (size * least), _MOST_PARTS))
 
 
-def memory_bytes(spec: GemmSpec) -> int:
-    """The memory that configs with parts need for ``spec``, at most; 0 if no such config has two parts or more."""
-    if spec.grouping != "summed" or spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
+def memory_of_sums(spec: GemmSpec) -> int:
+    """The memory that parts of K of summed products need for ``spec``, at most; 0 if no config has two parts or
+    more."""
+    if spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
         return 0
     return 128 + spec.num_sms * (_WARPS * 8 + MOST_SUMS * 4)
 

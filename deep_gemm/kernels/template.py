@@ -155,6 +155,10 @@ class Template(ABC):
 
     # ---- a launch
 
+    def memory_bytes(self, spec: GemmSpec) -> int:
+        """Bytes of the operand ``memory``, in which parts of K of ``spec`` meet, at most; 0 if no config needs it."""
+        return 0
+
     def columns_of_d(self, n: int) -> int:
         """Columns of D, where B has ``n`` rows; and those of a tile of D."""
         return n // 2 if self.gated else n

@@ -14,9 +14,8 @@ from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime import engine
 from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
 
-from .. import kernels, options
+from .. import arch, kernels, options
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.groups import memory_bytes
 from ..parts import MATRICES, NO_PARTS, NOT_CAST, PARTS, VECTORS, Parts, by_part
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
@@ -315,7 +314,7 @@ class Gemm(Operation):
             aligned=aligned,
             compiled_dims=x.compiled_dims,
         )
-        if size := memory_bytes(asked):
+        if size := kernels.memory_bytes(asked, arch.for_device(device)):
             found.scratch["memory"] = ((size,), torch.uint8)
             found.operands["memory"] = "memory"
         product, cast = engine.launches(asked, device)

@@ -310,7 +310,7 @@ def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
             tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
             counts = align(tiles * config.cluster_k * config.num_consumers * 4 * 8, 128)
             sums = groups.parts(config, spec) * tiles * config.block_m * config.block_n * 4
-            assert counts + sums <= groups.memory_bytes(spec)
+            assert counts + sums <= kernels.memory_bytes(spec, SM90)
             seen += 1
     assert seen > 50
 

@@ -21,6 +21,7 @@ from deep_gemm.kernels.helpers import COPY_ROWS, TRANSPOSE_BYTES, TRANSPOSE_SCAL
 from deep_gemm.kernels.hopper.swapped import Swapped
 from deep_gemm.kernels.hopper.template import MAX_STAGES
 from deep_gemm.kernels.other_families import OTHERS
+from deep_gemm.kernels.portable.template import MmaGemm
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
 from deep_gemm.runtime.engine import build_request
@@ -89,10 +90,10 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     elif known and half and plain and not alone and not batched and spec.a.major == "k":
         names = {"sm90_half_grouped"}
     if names:
-        assert {family.name for family in kernels.for_spec(spec)} == names
+        assert {family.name for family in kernels.for_spec(spec, SM90)} == names
     else:
         with pytest.raises(UnsupportedError):
-            kernels.for_spec(spec)
+            kernels.for_spec(spec, SM90)
 
 
 @pytest.mark.parametrize("of", OTHERS)
@@ -107,8 +108,10 @@ def test_kernels_that_are_no_gemms_are_found_by_their_spec_and_by_their_name(of:
 def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.for_helper(TransposeSpec(4, 4), SM90) is TRANSPOSE_SCALES
     assert kernels.for_helper(TransposeBytesSpec(4, 16), SM90) is TRANSPOSE_BYTES
-    with pytest.raises(UnsupportedError, match=r"another GPU than sm_80: sm90_fp8_gemm.* for sm_90a only.*DG_FALLBACK"):
-        select.select(SPEC, SM80)
+    with pytest.raises(
+        UnsupportedError, match=r"another GPU than sm_80: sm90_fp8_scaled.* for sm_90a only.*DG_FALLBACK"
+    ):
+        select.select(replace(SPEC, b=replace(B, scaling="1x128"), d=replace(D, dtype="f32")), SM80)
     monkeypatch.setitem(COPY_ROWS.__dict__, "archs", (SM90.name, SM80.name))
     assert kernels.for_helper(CopySpec(4, 4), SM80) is COPY_ROWS
 
@@ -142,18 +145,18 @@ def test_configs_are_legal(family: GemmFamily) -> None:
 
 def variants(family: GemmFamily) -> list[KernelParams]:
     """Every legal config, with TMA stores and without; and the cases."""
-    return [make_params(c, store) for c in family.legal(SM90) for store in ("tma", "direct")] + family.cases()
+    return [make_params(c, store) for c in family.legal(family.arch) for store in ("tma", "direct")] + family.cases()
 
 
 @of_gemms
 def test_a_cta_fits(family: GemmFamily) -> None:
-    """The limits of compute capability 9.0: a CTA has 227 KiB, an SM 228 KiB, 1 KiB of it lost to each CTA; and
-    setmaxnreg moves registers between warpgroups of one CTA, of which the launch reserved so many."""
+    """The limits of its first target: an SM has 1 KiB more than a CTA can have, and 1 KiB of it is lost to each CTA;
+    and setmaxnreg moves registers between warpgroups of one CTA, of which the launch reserved so many."""
     for params in variants(family):
         config, size, fields = params.gemm, family.shared_bytes(params), family.constants(params)
-        assert fields["shared_bytes"] == size <= 227 * 1024
-        assert config.ctas_per_sm * (size + 1024) <= 228 * 1024
-        consumer, producer = int(fields["consumer_registers"]), int(fields["producer_registers"])
+        assert fields["shared_bytes"] == size <= family.arch.shared_per_cta
+        assert config.ctas_per_sm * (size + 1024) <= family.arch.shared_per_cta + 1024
+        consumer, producer = (int(fields.get(f"{role}_registers", 0)) for role in ("consumer", "producer"))
         ctas, threads = int(fields["min_ctas"]), family.rules.num_threads(config)
         if producer == consumer == 0:  # none are moved: each thread has as many as there can be
             assert 255 * threads <= 65536 // ctas
@@ -167,17 +170,17 @@ def test_a_cta_fits(family: GemmFamily) -> None:
 
 @of_gemms
 def test_one_more_stage_would_not_fit(family: GemmFamily) -> None:
-    most = 24 if isinstance(family.rules, Swapped) else MAX_STAGES
-    for config in family.legal(SM90) if family.groupings == ("none",) else ():
+    most = 24 if isinstance(family.rules, Swapped) else 8 if isinstance(family.rules, MmaGemm) else MAX_STAGES
+    for config in family.legal(family.arch) if family.groupings == ("none",) else ():
         # Consumers that take blocks of K in turn own equally many stages.
         deeper = replace(config, num_stages=config.num_stages + config.consumers_k)
-        assert config.num_stages == most or "fit on one SM" in str(family.illegal(deeper, SM90)), config
+        assert config.num_stages == most or "fit on one SM" in str(family.illegal(deeper, family.arch)), config
 
 
 def test_entry_names_tell_all_binaries_apart() -> None:
     shapes = [(0, 0, 0), (0, 2112, 7168), (7, 0, 0), (0, 7, 0), (0, 0, 7), (64, 2112, 7168)]
     every = {params for family in GEMMS for params in variants(family)}
-    every |= {make_params(family.configs(SM90)[0], shape=shape) for family in GEMMS for shape in shapes}
+    every |= {make_params(family.configs(family.arch)[0], shape=shape) for family in GEMMS for shape in shapes}
     every |= {params for family in kernels.registry().values() for params in family.cases()}
     names = [entry(params) for params in every]
     # Names are paths and C symbols; some filesystems ignore case.

@@ -26,7 +26,7 @@ from deep_gemm.select.model import estimate, features
 from deep_gemm.spec import GemmSpec, ceil_div
 
 SM90 = arch.SM90
-KERNELS = kernels.for_spec(ops.spec(1, 1, 16, 132))
+KERNELS = kernels.for_spec(ops.spec(1, 1, 16, 132), SM90)
 SERVING = frozenset(config for kernel in KERNELS for config in kernel.configs(SM90))
 LEGAL = frozenset(config for kernel in KERNELS for config in kernel.legal(SM90))
 

@@ -13,7 +13,7 @@ from ...params import GemmConfig, KernelParams
 from ...spec import SCALE_BLOCK, GemmSpec, ceil_div
 from ..features import Costs
 from ..gemm_features import PACKING
-from ..groups import LEAST_SEGMENTS, MOST_SUMS, parts, table_bytes
+from ..groups import LEAST_SEGMENTS, MOST_SUMS, memory_of_sums, parts, table_bytes
 from ..template import BYTES
 from . import offered
 from .costs import slices, wgmma_costs
@@ -199,6 +199,9 @@ class HalfGemm(HopperTemplate):
     def yields(self, config: GemmConfig) -> bool:
         """Beside the same tile of another family, a swap-AB tile of many rows only transposes D as well."""
         return config.swap_ab
+
+    def memory_bytes(self, spec: GemmSpec) -> int:
+        return memory_of_sums(spec) if self.groups == "sum" else 0
 
     def finishes(self, config: GemmConfig) -> bool:
         """Swap-AB tiles have more sums than others."""

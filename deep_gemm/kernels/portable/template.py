@@ -1,0 +1,310 @@
+"""The template of mma.sync kernels: their tiles, warps and stages, their parameters and their launches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from ...arch import ArchSpec
+from ...params import GemmConfig, KernelParams
+from ...spec import SCALE_BLOCK, GemmSpec, Operand, ceil_div
+from .. import groups
+from ..base import Argument, Numbers, Strides, Value, parse_arguments
+from ..features import Costs
+from ..raster import raster
+from ..template import Constants, Grid, Template
+
+LEAST_STAGES, MAX_STAGES = 3, 8
+"""More would not hide more latency: the stages of a small tile hold what an SM reads in several microseconds."""
+
+SIDES = (64, 128, 256)
+"""Rows and columns of tiles."""
+
+TOKENS, WEIGHTS = (16, 32, 64), 64
+"""Rows of A and of B in tiles with swapped operands."""
+
+DEPTHS = (64, 128)
+"""Bytes of K in a block: rows of an atom in shared memory."""
+
+MOST_SUMS = 128
+"""Sums of a thread, partial ones too. Beside them there are two sets of fragments, in 255 registers."""
+
+_CONSTANTS = {
+    "bf16": "kBf16",
+    "f16": "kF16",
+    "f32": "kF32",
+    "none": "kNothing",
+    "threads": "kReads",
+    "contiguous": "kIndex",
+    "psum": "kPsum",
+    "masked": "kMasked",
+}
+_LEAST_TABLE = groups.table_bytes("contiguous", groups.LEAST_SEGMENTS)
+"""Bytes of the smallest table of groups."""
+
+_LONE_ELEMENT = 10.0
+"""The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
+
+_MULTIPLIES_FP8 = ("sm_89", "sm_120a")
+"""Targets whose mma.sync multiplies FP8. Elsewhere it is widened to FP16 in registers, which is exact: compute
+capabilities 8.0 and 8.6 have no such product, and ptxas widens for those of Hopper and B200, and spills."""
+
+
+class MmaGemm(Template):
+    """See ``templates/include/mma_gemm.cuh``. ``num_consumers`` times four warps multiply, and copy operands too.
+    ``fp8``: with scales of 1x128 and of 128x128. ``grouped``: along M.
+
+    The kernels were compiled for every target, and run in emulation on a CPU. They have run on no GPU, and nothing in
+    them was measured."""
+
+    file = "mma_gemm.cu.jinja"
+    takes_epilogues = True
+
+    def __init__(self, fp8: bool = False, grouped: bool = False) -> None:
+        self.fp8, self.grouped = fp8, grouped
+        self.size = 1 if fp8 else 2
+
+    @property
+    def block_k(self) -> int:  # type: ignore[override]
+        """The longest one."""
+        return DEPTHS[-1] // self.size
+
+    @property
+    def mma_instruction(self) -> str:  # type: ignore[override]
+        return "MMA"
+
+    def make(  # type: ignore[override]
+        self, family: str, block_m: int, block_n: int, block_k: int, warps: int, ctas_per_sm: int, arch: ArchSpec
+    ) -> GemmConfig:
+        """A config with as many stages as fit."""
+        config = GemmConfig(
+            *(family, block_m, block_n, block_k, MAX_STAGES, warps // 4),
+            ctas_per_sm=ctas_per_sm,
+            num_partials=int(self.fp8),
+        )
+        return config.changed(self._stages_that_fit(config, arch, _LEAST_TABLE if self.grouped else 0))
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        """Tiles from 64x64 to 128x256 and 256x128, blocks of 64 or 128 bytes of K, four or eight warps, and one or two
+        CTAs on an SM."""
+        depths = DEPTHS[-1:] if self.fp8 else DEPTHS
+        return itertools.product(SIDES, SIDES, [depth // self.size for depth in depths], (4, 8), (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        c = config
+        if c.swap_ab or c.parts or not c.persistent:
+            return "it has no swapped operands and no parts of K, and its CTAs are persistent"
+        if c.block_m not in SIDES or c.block_n not in SIDES:
+            return f"a tile of {c.block_m}x{c.block_n} has other sides than {SIDES}"
+        if self.fp8 and c.block_n > SCALE_BLOCK:
+            return f"a tile has one scale of B in a block of K, so at most {SCALE_BLOCK} columns, not {c.block_n}"
+        return self._unfit(c, arch)
+
+    def _unfit(self, c: GemmConfig, arch: ArchSpec) -> str | None:
+        """`illegal`, for what all of these templates have."""
+        depths = DEPTHS[-1:] if self.fp8 else DEPTHS
+        if c.block_k * self.size not in depths:
+            return f"block_k must be one of {[depth // self.size for depth in depths]}, not {c.block_k}"
+        if c.num_consumers not in (1, 2):
+            return f"it has four or eight warps, not {4 * c.num_consumers}"
+        if c.cluster_size > 1 or c.consumers_k > 1 or c.num_partials != int(self.fp8):
+            return "it has no clusters, and one set of partial sums if there are scales"
+        rows, columns = warp_tile(c)
+        if min(rows, columns) < 16 or max(rows, columns) > 64:
+            return f"a warp would multiply {rows}x{columns} of a tile, not 16 to 64 of each"
+        sums = c.block_m * c.block_n // (128 * c.num_consumers) * (1 + c.num_partials)
+        if sums > MOST_SUMS or c.ctas_per_sm * c.num_consumers not in (1, 2):
+            return f"{c.ctas_per_sm} CTAs of {4 * c.num_consumers} warps leave too few registers for {sums} sums"
+        if not LEAST_STAGES <= c.num_stages <= MAX_STAGES:
+            return f"{c.num_stages} stages are not {LEAST_STAGES} to {MAX_STAGES}"
+        shared = c.num_stages * self._stage_bytes(c)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def unreadable(self, name: str, operand: Operand) -> str | None:
+        return None if operand.aligned else f"{super().unreadable(name, operand)} for copies of 16 bytes"
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
+        """Not where a large table of groups would leave too few stages."""
+        if not self.grouped:
+            return True
+        table = groups.table_bytes(spec.grouping, groups.segments(spec.grouping, spec.groups))
+        return config.num_stages - ceil_div(max(0, table - _LEAST_TABLE), self._stage_bytes(config)) >= LEAST_STAGES
+
+    def finishes(self, config: GemmConfig) -> bool:
+        """Not with groups and the most sums: then registers hold where the next tile of a group lies."""
+        return not self.grouped or config.block_m * config.block_n // (128 * config.num_consumers) < MOST_SUMS
+
+    def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
+        return params.gemm.changed(self._stages_that_fit(params.gemm, arch, table))
+
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+        """By counting instructions: nothing was measured. Tensor cores take the cycles of a Hopper's for as many
+        products, whose rate a calibration scales. A sum is promoted by one FFMA."""
+        rows, columns = warp_tile(config)
+        count = 4 * config.num_consumers
+        return Costs(
+            tensor=config.block_m * config.block_n / 32,
+            read=count * (rows + columns) * 128,
+            promotion=rows * columns / 32 * config.num_consumers if self.fp8 else 0.0,
+            element=1.0 if aligned and not config.swap_ab else _LONE_ELEMENT,
+            hides_epilogue=False,
+        )
+
+    # ---- a binary
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        p = params
+        grouped = p.grouping in groups.WITH_TABLE
+        order = "GroupRaster" if grouped else "Raster"
+        operands = "const u8* a, i64 a_stride, const u8* b, i64 b_stride, u8* d, i64 d_stride"
+        found = parse_arguments(f"u32 m, u32 n, u32 k, {order} raster, {operands}")
+        if p.adds_c == "threads":
+            found += parse_arguments("const u8* c, i64 c_stride")
+        if self.fp8:
+            found += parse_arguments("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb")
+            found += parse_arguments("i64 scale_b_stride_n, i64 scale_b_stride_k" + ", i64 scale_b_stride_g" * grouped)
+        if grouped:
+            found += parse_arguments("u32 groups, u32 alignment, const int* layout")
+        return found + (parse_arguments("u8* memory") if p.gemm.parts else ())
+
+    def constants(self, params: KernelParams, given: Constants) -> Constants:
+        p, c = params, params.gemm
+        warps_m, warps_n = warps(c)
+        fp8 = "kMmaE4m3" if p.arch in _MULTIPLIES_FP8 else "kMmaWidened"
+        return {
+            "block_m": c.block_m,
+            "block_n": c.block_n,
+            "depth": c.block_k * self.size,
+            "num_stages": c.num_stages,
+            "warps_m": warps_m,
+            "warps_n": warps_n,
+            "num_threads": self.num_threads(c),
+            "min_ctas": c.ctas_per_sm,
+            "mma": {"bf16": "kMmaBf16", "f16": "kMmaF16", "e4m3": fp8}[p.dtype],
+            "element": _CONSTANTS[p.output],
+            "accumulate": _CONSTANTS[p.adds_c],
+            "grouping": _CONSTANTS.get(p.grouping, "") if p.grouping != "none" else "kUngrouped",
+            "segments": p.segments,
+            "swapped": c.swap_ab,
+            "mn_major_a": p.majors[0] == "mn",
+            "mn_major_b": p.majors[1] == "mn",
+            "aligned": p.store == "tma",
+            **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
+            **given,
+        }
+
+    def name_of_options(self, config: GemmConfig) -> str:
+        return f"k{config.block_k}w{4 * config.num_consumers}"
+
+    def num_threads(self, config: GemmConfig) -> int:
+        return 128 * config.num_consumers
+
+    def shared_bytes(self, params: KernelParams) -> int:
+        """In the layout of ``MmaGemmLayout``, which asserts the same number."""
+        return params.gemm.num_stages * self._stage_bytes(params.gemm)
+
+    # ---- a launch
+
+    def launch(
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    ) -> tuple[Grid, dict[str, Value]]:
+        c = params.gemm
+        values: dict[str, Value] = {"d_stride": strides["d"][-2]}
+        for name, operand in (("a", spec.a), ("b", spec.b)):
+            values[f"{name}_stride"] = strides[name][-2 if operand.major == "k" else -1]
+        if params.adds_c == "threads":
+            values["c_stride"] = strides["c"][-2]
+        if self.fp8:
+            *of_group, stride_n, stride_k = strides["sfb"]
+            values |= {"scale_a_stride": strides["sfa"][-1], "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
+            values |= {"scale_b_stride_g": of_group[0]} if of_group else {}
+        if self.grouped:
+            values |= _of_groups(spec, c, strides)
+            return (
+                min(groups.rows_of_tiles(spec, c) * ceil_div(spec.n, c.block_n), spec.num_sms * c.ctas_per_sm),
+                1,
+                1,
+            ), values
+        values["raster"] = raster(c, spec.m, spec.n, spec.k * self.size, spec.num_sms).arguments
+        tiles = ceil_div(spec.m, c.block_m) * ceil_div(spec.n, c.block_n)
+        if not c.parts:
+            return (min(tiles, spec.num_sms * c.ctas_per_sm), 1, 1), values
+        return (tiles, groups.parts(c, spec), 1), values
+
+    def _stage_bytes(self, config: GemmConfig) -> int:
+        return (config.block_m + config.block_n) * config.block_k * self.size
+
+    def _stages_that_fit(self, config: GemmConfig, arch: ArchSpec, rest: int) -> int:
+        """Stages that fit beside ``rest`` bytes, at most those of ``config``."""
+        budget = min(arch.shared_per_cta, arch.shared_per_sm // config.ctas_per_sm - arch.shared_reserved_per_cta)
+        return min(config.num_stages, (budget - rest) // self._stage_bytes(config))
+
+
+class MmaSwapped(MmaGemm):
+    """Swap-AB tiles of 64 rows of B, for few rows of A. K is split over as many CTAs as there is room for."""
+
+    def make(  # type: ignore[override]
+        self, family: str, block_m: int, ctas_per_sm: int, arch: ArchSpec
+    ) -> GemmConfig:
+        """A config with as many stages as fit."""
+        config = GemmConfig(
+            *(family, block_m, WEIGHTS, self.block_k, MAX_STAGES, 1),
+            ctas_per_sm=ctas_per_sm,
+            swap_ab=True,
+            num_partials=int(self.fp8),
+            persistent=False,
+            parts=True,
+        )
+        return config.changed(self._stages_that_fit(config, arch, 0))
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        return itertools.product(TOKENS, (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        c = config
+        if not c.swap_ab or not c.parts or c.persistent or c.num_consumers != 1:
+            return "it has swapped operands, four warps, and CTAs with one part of K of one tile"
+        if c.block_m not in TOKENS or c.block_n != WEIGHTS:
+            return f"a tile of {c.block_m}x{c.block_n} is not one of {TOKENS} by {WEIGHTS}"
+        return self._unfit(c, arch)
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
+        """The smallest tile that has all rows. More rows take tiles that share operands among more warps."""
+        return config.block_m == _tokens(spec.m)
+
+    def memory_bytes(self, spec: GemmSpec) -> int:
+        """As `PartsInOrder` lays it out: a count for each warp, and the sums of all parts, of as many CTAs as run."""
+        tokens, ctas = _tokens(spec.m), 2 * spec.num_sms
+        return 128 + ctas * (4 * 8 + tokens * WEIGHTS * 4) if tokens and not spec.batch_invariant else 0
+
+
+def _tokens(m: int) -> int:
+    """Rows of a tile with swapped operands for ``m`` rows; 0 if these are too many."""
+    return next((tokens for tokens in TOKENS if m <= tokens), 0)
+
+
+def warps(config: GemmConfig) -> tuple[int, int]:
+    """Warps along the rows and along the columns of sums. They read the fewest rows of operands from shared memory;
+    with equally many, a warp has more rows of a tile than columns. With swapped operands each has all columns."""
+    count = 4 * config.num_consumers
+    if config.swap_ab:
+        return count, 1
+    shapes = [(x, count // x) for x in (1, 2, 4, 8) if count % x == 0]
+    return min(shapes, key=lambda shape: (config.block_m // shape[0] + config.block_n // shape[1], shape[0]))
+
+
+def warp_tile(config: GemmConfig) -> tuple[int, int]:
+    """Rows and columns of sums of a warp."""
+    rows, columns = warps(config)
+    return config.height // rows, config.width // columns
+
+
+def _of_groups(spec: GemmSpec, config: GemmConfig, strides: Strides) -> Mapping[str, Value]:
+    """The values of parameters with groups along M. Nothing is prefetched while sizes are read."""
+    return {
+        "groups": spec.groups,
+        "alignment": spec.alignment,
+        "raster": tuple(groups.order(config, spec.n, True, 0)),
+    }

@@ -1,0 +1,64 @@
+// What a warp multiplies in a step of K, of 32 bytes: fragments of both operands, and the instructions.
+#pragma once
+#include "mma_ptx.cuh"
+
+template <u32 kKind, u32 kTilesM, u32 kTilesN>
+struct MmaProducts {
+  using Sums = float[kTilesM][kTilesN * 4];
+  struct Fragments {
+    u32 left[kTilesM][4], right[kTilesN][2];
+  };
+
+  static DG_DEVICE void clear(Sums& sum) {
+#pragma unroll
+    for (u32 i = 0; i < kTilesM; ++i)
+#pragma unroll
+      for (u32 j = 0; j < kTilesN * 4; ++j) sum[i][j] = 0.0f;
+  }
+
+  // Neighbours share fragments of one side.
+  static DG_DEVICE void add(Sums& sum, const Fragments& x) {
+    if constexpr (kKind == kMmaWidened) {
+      // A word has four bytes of K. Those of both operands are in the same order, in which they need not be neighbours in the product: the
+      // first two are elements 2 i and 2 i + 1 of 16, and the others 2 i + 8 and 2 i + 9.
+#pragma unroll
+      for (u32 half = 0; half < 2; ++half) {
+        u32 right[kTilesN][2];
+#pragma unroll
+        for (u32 j = 0; j < kTilesN; ++j) widen(x.right[j][half], right[j][0], right[j][1]);
+#pragma unroll
+        for (u32 i = 0; i < kTilesM; ++i) {
+          u32 left[4];
+          widen(x.left[i][2 * half], left[0], left[2]);
+          widen(x.left[i][2 * half + 1], left[1], left[3]);
+#pragma unroll
+          for (u32 j = 0; j < kTilesN; ++j) multiply_add<kMmaF16>(&sum[i][j * 4], left, right[j]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (u32 j = 0; j < kTilesN; ++j) {
+#pragma unroll
+        for (u32 i = 0; i < kTilesM; ++i) {
+          const u32 row = j % 2 ? kTilesM - 1 - i : i;
+          multiply_add<kKind>(&sum[row][j * 4], x.left[row], x.right[j]);
+        }
+      }
+    }
+  }
+
+ private:
+  // Four bytes of E4M3 as FP16, which has all their values: exponents are one bit longer, and their bias is eight more.
+  static DG_DEVICE void widen(u32 x, u32& low, u32& high) {
+    const u32 nan = ((x & 0x7f7f7f7f) + 0x01010101) & 0x80808080;  // of bytes with all bits set but for the sign
+    low = widen_pair(select_bytes(x, 0x1404));
+    high = widen_pair(select_bytes(x, 0x3424));
+    if (nan) {
+      low |= nan_of(select_bytes(nan, 0x1404));
+      high |= nan_of(select_bytes(nan, 0x3424));
+    }
+  }
+  // Of two bytes, each in the upper half of 16 bits.
+  static DG_DEVICE u32 widen_pair(u32 x) { return multiply_halves((x & 0x80008000) | (x >> 1 & 0x3f803f80), 0x5c005c00); }
+  static DG_DEVICE u32 nan_of(u32 marks) { return (marks >> 15 & 0x00010001) * 0x7fff; }
+};

@@ -1,0 +1,81 @@
+// PTX of the kernels that multiply with mma.sync, one function for an instruction. All of it is in compute capability 8.0, but for the
+// products of FP8. tests/emulation.py runs these functions on a CPU.
+#pragma once
+#include "types.cuh"
+
+// What multiplies: BF16 or FP16 in m16n8k16; E4M3 in m16n8k32, from compute capability 8.9 on; or E4M3 that is widened to FP16.
+enum MmaKind : u32 { kMmaBf16, kMmaF16, kMmaE4m3, kMmaWidened };
+
+// Copies 16 bytes to shared memory in the background: the first `bytes` from global memory, and then zeros.
+DG_DEVICE void copy_async(u32 to, const u8* from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+// Ends a group of this thread's copies, which may be empty.
+DG_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for this thread's groups of copies, but for the last kPending.
+template <u32 kPending>
+DG_DEVICE void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements, or of pairs of bytes. Lane i gives the address of row i % 8 of matrix i / 8. A lane gets two
+// neighbours of row lane / 4 of each; transposed, it gets them of column lane / 4.
+template <bool kTransposed>
+DG_DEVICE void load_matrices(u32 address, u32& x0, u32& x1, u32& x2, u32& x3) {
+  if constexpr (kTransposed) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3) : "r"(address));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x0), "=r"(x1), "=r"(x2), "=r"(x3) : "r"(address));
+  }
+}
+
+// sum += A B for 16 rows, 8 columns, and 32 bytes of K of a row.
+template <u32 kKind>
+DG_DEVICE void multiply_add(float* sum, const u32 (&a)[4], const u32 (&b)[2]) {
+  if constexpr (kKind == kMmaBf16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else if constexpr (kKind == kMmaF16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    static_assert(kKind == kMmaE4m3, "widened operands are multiplied as FP16");
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// Bytes of x and zeros: nibble i of `which` says which byte becomes byte i; 4 is a zero.
+DG_DEVICE u32 select_bytes(u32 x, u32 which) {
+  u32 y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
+  return y;
+}
+
+// The products of two pairs of FP16, subnormal ones too.
+DG_DEVICE u32 multiply_halves(u32 x, u32 y) {
+  u32 z;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
+}
+
+DG_DEVICE float load_global(const float* from) {
+  float x;
+  asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DG_DEVICE void store_words(u8* to, u32 x) { asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory"); }
+DG_DEVICE void store_words(u8* to, float x, float y) {
+  asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+DG_DEVICE void store_words(u8* to, const u32 (&x)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
