@@ -108,13 +108,17 @@ def test_launches_are_a_decoders_and_go_through_all_weights(
 
 
 @pytest.mark.parametrize(
-    ("m", "mode", "has"), [(1, "graph", True), (64, "graph", True), (65, "graph", False), (1, "flush", False)]
+    ("m", "mode", "runs", "has"),
+    [
+        *((1, "graph", True, True), (64, "graph", True, True), (65, "graph", True, False)),
+        *((1, "flush", True, False), (1, "graph", False, False)),
+    ],
 )
 def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
-    m: int, mode: str, has: bool, monkeypatch: pytest.MonkeyPatch
+    m: int, mode: str, runs: bool, has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[tuple[Any, bool]] = []
-    sets = [SimpleNamespace(b=SimpleNamespace(is_cuda=True)) for _ in range(2)]
+    sets = [SimpleNamespace(b=SimpleNamespace(is_cuda=True, get_device=lambda: 0)) for _ in range(2)]
 
     def read_floor_us(weights: Any, overlapped: bool = False) -> float:
         read.append((weights, overlapped))
@@ -129,6 +133,7 @@ def test_graphs_of_few_tokens_are_measured_beside_the_floor_of_their_weights(
     monkeypatch.setattr(timing, "graph", lambda calls: dict.fromkeys(calls, 5.0))
     monkeypatch.setattr(timing, "flush", lambda calls: dict.fromkeys(calls, 5.0))
     monkeypatch.setattr(floor, "read_floor_us", read_floor_us)
+    monkeypatch.setattr(floor, "runs_on", lambda device: runs)
     row = run.measure(GemmShape(m, 208, 144), mode, ("ours",))
     assert read == ([([x.b for x in sets], False), ([x.b for x in sets], True)] if has else [])
     found = [row.get(name) for name in ("us_floor", "us_floor_overlapped", "floor_fraction")]
