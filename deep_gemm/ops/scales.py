@@ -94,8 +94,8 @@ def check_e4m3(name: str, x: Tensor) -> None:
         raise UnsupportedError(
             f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}, which no kernel of this version "
             "multiplies. Cast gradients to E4M3 instead: deep_gemm.quantize.rows returns values and a scale for each "
-            "128 of a row, which keep their range. Or pass .bfloat16(), which is exact, to bf16_gemm_nt: scales of rows "
-            "of a, and of tensors, are row_factor and alpha of its epilogue."
+            "128 of a row, which keep their range. Or pass .bfloat16(), which is exact, to bf16_gemm_nt: scales of "
+            "rows of a, and of tensors, are row_factor and alpha of its epilogue."
         )
     if x.dtype != torch.float8_e4m3fn:
         cast = "per_block_cast_to_fp8" if name == "b" else "per_token_cast_to_fp8"

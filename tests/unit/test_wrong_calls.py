@@ -180,7 +180,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "bfloat16 with scales": (fp8(xa=bf16(M, K)), "per_token_cast_to_fp8 casts to it, and returns scales."),
     "E5M2": (
         fp8(xb=bf16(N, K).to(torch.float8_e5m2)),
-        "which keep their range. .* are row_factor and alpha of its epilogue.",
+        "are row_factor and alpha of its epilogue.",
     ),
     "bytes of E4M3": (fp8(xa=by_token(M, K)[0].view(torch.uint8)), "E4M3 with .view(torch.float8_e4m3fn)."),
     "K of 200": (fp8(a=by_token(M, 200), b=by_block(N, 200)), "Pad a and b with zero columns up to K = 208."),
