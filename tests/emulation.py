@@ -47,7 +47,7 @@ class Emulated:
         arguments = self.kernel.arguments(params)
         call = ", ".join(f"*static_cast<{x.ctype}*>(cta::given[{i}])" for i, x in enumerate(arguments))
         body = f"void call() {{ {self.kernel.entry(params)}({call}); }}"
-        code = f'#include "emulator_ptx.h"\n{engine.build_request(params).source}\n{body}\n'
+        code = f'#include "emulator_ptx.h"\n{translated(engine.build_request(params).source)}\n{body}\n'
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text(code)
         flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}", f"-I{_HERE}")
@@ -111,6 +111,8 @@ def _edited(path: Path, edits: tuple[tuple[str, str, str], ...]) -> str:
 
 def translated(text: str) -> str:
     """``text`` with calls in place of its asm statements."""
+    text = text.replace("extern __shared__", "extern")
+    text = re.sub(r"__shared__ (alignas\(\w+\))", r"\1 __shared__", text)  # `static` comes second in C++
     found, end = [], 0
     for match in re.finditer(r"\basm\s*(?:volatile)?\s*\(", text):
         if match.start() < end:
@@ -153,7 +155,7 @@ def _operands(part: str) -> Iterator[str]:
 
 
 def _calls(ptx: str, operands: list[str]) -> str:
-    """C++ that does what the instructions do, in braces."""
+    """A C++ statement, without its semicolon, that does what the instructions do."""
     lines = []
     for line in ptx.strip().removeprefix("{").removesuffix("}").split(";"):
         line = " ".join(line.split())
@@ -173,7 +175,7 @@ def _calls(ptx: str, operands: list[str]) -> str:
             lines.append(f'ptx_unknown("{line}")')
             continue
         lines.append((f"if ({guard[1]}) " if guard else "") + f"{call}({', '.join(map(str, given))})")
-    return "{ " + "; ".join(lines) + "; }"
+    return "do { " + "; ".join(lines) + "; } while (0)"
 
 
 def _operand(token: str, operands: list[str]) -> str | None:

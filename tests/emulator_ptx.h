@@ -24,6 +24,11 @@ inline u32 __popc(u32 x) { return __builtin_popcount(x); }
 inline void __syncthreads() { cta::barrier(); }
 inline u32 __cvta_generic_to_shared(const void*) { return cta::kBase; }
 
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
+struct uint2 { u32 x, y; };
+struct uint4 { u32 x, y, z, w; };
+struct float4 { float x, y, z, w; };
+
 // ---- elements
 
 inline float from_bf16(u16 x) { return __uint_as_float(static_cast<u32>(x) << 16); }
@@ -64,7 +69,10 @@ T shuffle(const char* what, T x, u32 by, const From& from) {  // `by` is each la
   });
   return own.found;
 }
-template <class T> T __shfl_sync(u32, T x, u32 from) { return shuffle("shfl", x, from, [](u32, u32 by) { return by % 32; }); }
+template <class T>
+T __shfl_sync(u32, T x, u32 from, u32 width = 32) {
+  return shuffle("shfl", x, from, [=](u32 i, u32 by) { return i / width * width + by % width; });
+}
 template <class T> T __shfl_xor_sync(u32, T x, u32 by) { return shuffle("shfl.xor", x, by, [](u32 i, u32 by) { return i ^ by; }); }
 template <class T> T __shfl_up_sync(u32, T x, u32 by) { return shuffle("shfl.up", x, by, [](u32 i, u32 by) { return i - by; }); }
 template <class T> T __shfl_down_sync(u32, T x, u32 by) { return shuffle("shfl.down", x, by, [](u32 i, u32 by) { return i + by; }); }
@@ -223,6 +231,11 @@ inline void ptx_st_global_v4_u32(void* at, u32 x, u32 y, u32 z, u32 w) {
   struct Four { u32 x, y, z, w; };
   cta::store(at, Four{x, y, z, w});
 }
+inline void ptx_ld_global_v4_u32(u32& x, u32& y, u32& z, u32& w, const void* at) {
+  const uint4 all = cta::load<uint4>(at);
+  x = all.x, y = all.y, z = all.z, w = all.w;
+}
+inline void ptx_st_global_v2_u32(void* at, u32 x, u32 y) { cta::store(at, uint2{x, y}); }
 template <class T> void ptx_mov_u32(u32& x, T y) { x = y; }
 template <class T> void ptx_mov_u16(u16& x, T y) { x = y; }
 inline void ptx_mov_f32(float& x, float y) { x = y; }
@@ -253,6 +266,12 @@ inline void ptx_prmt_b32(u32& d, u32 a, u32 b, u32 which) {
   d = 0;
   for (u32 i = 0; i < 4; ++i) d |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
 }
+inline u32 __byte_perm(u32 a, u32 b, u32 which) {
+  u32 d;
+  ptx_prmt_b32(d, a, b, which);
+  return d;
+}
+inline void ptx_cvt_u16_u32(u16& d, u32 x) { d = static_cast<u16>(x); }
 inline void ptx_mul_rn_f16x2(u32& d, u32 x, u32 y) {
   d = to_f16(from_f16(x) * from_f16(y)) | static_cast<u32>(to_f16(from_f16(x >> 16) * from_f16(y >> 16))) << 16;
 }

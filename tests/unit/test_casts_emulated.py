@@ -1,0 +1,107 @@
+"""Casts, functions of rows, copies and transposes on the CPU, in emulation, as they are compiled for GPUs before
+Hopper: they give the bytes of torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulation import Emulated
+from gpu_fakes import FakeGpu
+from torch import Tensor
+
+from deep_gemm import fused, kernels, quantize
+from deep_gemm.arch import SM80
+from deep_gemm.spec import CopySpec, Spec, TransposeBytesSpec, TransposeSpec
+
+
+def flat(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else [each for part in x or () for each in flat(part)]
+
+
+def emulated(folder: Path, spec: Spec, operands: dict[str, Tensor], backwards: bool = False) -> None:
+    kernel = kernels.for_helper(spec, SM80)
+    Emulated(folder, kernel.params(spec, kernel.config_of(spec, SM80), SM80))(spec, operands, backwards=backwards)
+
+
+def launched(folder: Path, call: Callable[[], Any], inputs: list[Tensor], backwards: bool) -> list[Tensor]:
+    """The results of a public function whose one launch is emulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = FakeGpu(patch)
+        out = flat(call())
+    (made,) = gpu.launched
+    known = {x.data_ptr(): x for x in (*inputs, *out)}
+    emulated(folder, made.spec, {name: known[address] for name, address in made.at.items()}, backwards)
+    return out
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of all sizes, with zeros, subnormal ones, infinities and NaN in some blocks."""
+    generator = torch.Generator().manual_seed(rows * columns)
+    x = torch.randn(rows, columns, generator=generator)
+    x *= torch.exp2(torch.randn(rows, 1, generator=generator) * 6)
+    x[0] = 0.0
+    x[1, :5] = torch.tensor([float("inf"), -1.0, -0.0, 1e-40, 1.0])
+    x[2, 3] = float("nan")
+    return x.to(dtype)
+
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+LONG = pytest.mark.long
+CASTS = [
+    pytest.param(lambda x: quantize.rows(x), (37, 272), BF16, id="rows"),
+    pytest.param(lambda x: quantize.rows(x, use_ue8m0=True), (5, 257), F16, id="rows, few and odd"),
+    pytest.param(lambda x: quantize.rows(x, gated=True), (3, 512), F32, id="rows, gated", marks=LONG),
+    pytest.param(lambda x: quantize.columns(x), (150, 144), F16, id="columns", marks=LONG),
+    pytest.param(lambda x: quantize.rows_and_columns(x), (130, 256), BF16, id="rows and columns"),
+    pytest.param(lambda x: quantize.blocks(x), (130, 136), F32, id="blocks", marks=LONG),
+    pytest.param(lambda x: quantize.blocks_and_transpose(x), (130, 144), BF16, id="blocks and transpose", marks=LONG),
+]
+
+
+@pytest.mark.parametrize(("cast", "size", "dtype"), CASTS)
+def test_casts(cast: Callable[[Tensor], Any], size: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
+    x = matrix(*size, dtype)
+    exact = flat(cast(x))
+    for backwards in (False, True):
+        found = launched(tmp_path / str(backwards), lambda: cast(x), [x], backwards)
+        for mine, other in zip(found, exact, strict=True):
+            assert torch.equal(mine.float().nan_to_num(nan=1e9), other.float().nan_to_num(nan=1e9))
+
+
+FUNCTIONS = [
+    pytest.param(lambda x: fused.rms_norm(x, x[3]), id="rms_norm"),
+    pytest.param(lambda x: fused.layer_norm(x, x[3], x[3], out=torch.float8_e4m3fn), id="layer_norm", marks=LONG),
+    pytest.param(lambda x: fused.silu_and_mul(x, out=torch.float8_e4m3fn), id="silu_and_mul"),
+    pytest.param(lambda x: fused.add_gelu(x, x), id="add_gelu", marks=LONG),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_functions_of_rows(function: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    """Sums have another order in torch, so bits may differ, but by no more than the last one."""
+    x = torch.randn(6, 512, generator=torch.Generator().manual_seed(0)).to(BF16)
+    exact = flat(function(x))
+    found = launched(tmp_path / "kernel", lambda: function(x), [x, x[3]], False)
+    for mine, other in zip(found, exact, strict=True):
+        unit = 2**-7 if mine.element_size() > 1 else 2**-3
+        torch.testing.assert_close(mine.float(), other.float(), rtol=unit, atol=1e-3)
+
+
+def test_copies_and_transposes(tmp_path: Path) -> None:
+    x = torch.randint(0, 1 << 15, (70, 99), dtype=torch.int16)
+    for name, source in (("rows", x), ("columns", x.t().contiguous().t())):
+        target = torch.full((70, 104), -1, dtype=torch.int16)
+        emulated(tmp_path / name, CopySpec(70, 99), {"source": source, "target": target})
+        assert torch.equal(target[:, :99], x)
+        assert not target[:, 99:].any()
+    x = torch.randint(0, 256, (144, 131), dtype=torch.uint8)
+    target = torch.empty(131, 144, dtype=torch.uint8)
+    emulated(tmp_path / "bytes", TransposeBytesSpec(131, 144), {"source": x.t(), "target": target})
+    assert torch.equal(target, x.t())
+    x = torch.randn(2, 70, 5)
+    target = torch.full((2, 5, 72), float("nan"))
+    emulated(tmp_path / "scales", TransposeSpec(70, 5, 2), {"source": x, "target": target})
+    assert torch.equal(target[..., :70], x.mT)
+    assert not target[..., 70:].any()
