@@ -1,8 +1,8 @@
 """DeepGEMM's fused mixture-of-experts layer for Hopper, for a group of one rank: its names, buffers and semantics, by
 the launches of `deep_gemm.fp8_moe`.
 
-`deep_gemm` does not export these names yet, because callers ask by ``hasattr`` whether they work: kernels that they
-launch have not been run on a GPU, and none reads weights of `transform_weights_for_mega_moe_sm90` on one.
+`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work: kernels that they launch
+have not been run on a GPU, and none reads rows of gate and up that alternate by eight, so that each call copies them.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ def fp8_mega_moe(
         num_tokens_bound: None, or a number of tokens that no rank exceeds, from ``tokens`` to what the buffer has room
             for. It changes no bit.
 
-    Results repeat bit for bit. Raises InvalidInputError, which names the argument, and UnsupportedError for other
-    options and for tensors on a GPU.
+    Results repeat bit for bit. Each call copies the values of l1_weights. Raises InvalidInputError, which names the
+    argument, and UnsupportedError for other options.
     """
     if tuple(recipe) != (SCALE_BLOCK,) * 3:
         raise UnsupportedError(f"recipe must be (128, 128, 128), but it is {shown(recipe)}.")
@@ -275,11 +275,6 @@ def _halves(turned: Tensor) -> Tensor:
         raise InvalidInputError(
             f"l1_weights must have a multiple of {2 * TURNS} rows, but they are {tuple(turned.shape)}. Pass what "
             "transform_weights_for_mega_moe_sm90 returns."
-        )
-    if turned.is_cuda:
-        raise UnsupportedError(
-            "l1_weights have 8 rows of gate and 8 of up in turn, which no kernel of this version reads. Keep rows of "
-            "gate and then of up, and call deep_gemm.fp8_moe."
         )
     turns = turned.view(torch.uint8).unflatten(1, (-1, 2, TURNS))
     return turns.transpose(1, 2).reshape(turned.shape).view(turned.dtype)
