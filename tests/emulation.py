@@ -22,7 +22,7 @@ from deep_gemm.jit.driver.launch import Pointer
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.spec import GemmSpec
+from deep_gemm.spec import Spec
 
 _HERE = Path(__file__).parent
 _KNOWN = frozenset(re.findall(r"\b(ptx_\w+)\(", (_HERE / "emulator_ptx.h").read_text())) | {
@@ -47,7 +47,8 @@ class Emulated:
         arguments = self.kernel.arguments(params)
         call = ", ".join(f"*static_cast<{x.ctype}*>(cta::given[{i}])" for i, x in enumerate(arguments))
         body = f"void call() {{ {self.kernel.entry(params)}({call}); }}"
-        code = f'#include "emulator_ptx.h"\n{translated(engine.build_request(params).source)}\n{body}\n'
+        kernel = re.sub("(?<!extern) __shared__ ", " static ", translated(engine.build_request(params).source))
+        code = f'#include "emulator_ptx.h"\n{kernel}\n{body}\n'
         source, library = folder / "kernel.cpp", folder / "kernel.so"
         source.write_text(code)
         flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}", f"-I{_HERE}")
@@ -57,7 +58,7 @@ class Emulated:
 
     def __call__(
         self,
-        spec: GemmSpec,
+        spec: Spec,
         operands: Mapping[str, Tensor],
         numbers: Mapping[str, Any] | None = None,
         backwards: bool = False,
@@ -88,8 +89,9 @@ def _region(x: Tensor) -> tuple[int, int, int, int]:
     """Address, rows, bytes of a row, and bytes from one row to the next; a matrix of each group is one of all rows."""
     size = x.element_size()
     if x.dim() > 2:
+        x = x if x.stride(-1) == 1 else x.mT
         assert all(x.stride(i) == x.shape[i + 1] * x.stride(i + 1) for i in range(x.dim() - 2)), "groups are packed"
-        x = x.reshape(-1, x.shape[-1]) if x.stride(-1) == 1 else x.mT.reshape(-1, x.shape[-2])
+        x = x.reshape(-1, x.shape[-1])
     if x.dim() == 1 or x.numel() == 0:
         return x.data_ptr(), 1, max(1, x.numel() * size), max(1, x.numel() * size)
     x = x if x.stride(1) == 1 else x.t()

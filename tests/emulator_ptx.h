@@ -105,6 +105,19 @@ inline void __syncwarp() {
   reduce("syncwarp", 0u, [&](const u32*) { ++cta::warps[warp].synced; return 0u; });
 }
 
+template <class T> u32 __match_any_sync(u32, T x) {
+  struct { T given; u32 found; } own{x, 0};
+  collective("match.any", &own, [&](void** lanes) {
+    for (u32 i = 0; i < 32; ++i) {
+      auto* mine = static_cast<decltype(own)*>(lanes[i]);
+      for (u32 j = 0; j < 32; ++j) mine->found |= (mine->given == static_cast<decltype(own)*>(lanes[j])->given) << j;
+    }
+  });
+  return own.found;
+}
+// A fiber runs until it waits, so that no other thread comes between.
+inline u32 atomicAdd(u32* at, u32 x) { const u32 before = *at; *at += x; return before; }
+
 // ---- shared memory
 
 inline void ptx_cp_async_cg_shared_global_L2_128B(u32 to, const u8* from, u32 size, u32 count) {
