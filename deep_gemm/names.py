@@ -37,6 +37,11 @@ SURE_MISTAKES = f"#pragma nv_diag_error {', '.join(map(str, _NUMBERS))}"
 """The line that makes errors of them from there on."""
 
 
+def is_text(text: object) -> bool:
+    """Whether it can be a source file. NVRTC ends at a NUL, NVCC skips it; half of a surrogate pair has no bytes."""
+    return isinstance(text, str) and "\0" not in text and re.search("[\ud800-\udfff]", text) is None
+
+
 def is_name(name: object) -> bool:
     """Whether a kernel, a parameter or a value may be called ``name``."""
     return isinstance(name, str) and _IDENTIFIER.fullmatch(name) is not None and name not in _TAKEN

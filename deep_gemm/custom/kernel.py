@@ -14,8 +14,9 @@ from .. import arch as archs
 from ..errors import InvalidInputError
 from ..jit.binary import Binary
 from ..jit.builder import BuildRequest, default_builder
-from ..names import is_name
+from ..names import is_name, is_text
 from ..params import KernelParams
+from ..tensors import shown
 from .launch import LaunchConfig
 from .operation import CustomOperation, Source
 from .parameters import declare
@@ -108,6 +109,11 @@ def _source(name: str, body: str | None, source: str | None, template: str | Pat
     given = [text for text in (body, source, template) if text is not None]
     if len(given) != 1:
         raise InvalidInputError(f"{name} must have one of body, source and template, but {len(given)} are given.")
+    if template is None and not is_text(given[0]):
+        raise InvalidInputError(
+            f"{'source' if body is None else 'body'} of {name} must be a text without NUL and without half of a "
+            f"surrogate pair, but it is {shown(given[0])}."
+        )
     if template is not None:
         path = Path(template).absolute()
         if not path.is_file():

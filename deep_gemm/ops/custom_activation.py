@@ -41,7 +41,7 @@ def custom_activation(
 ) -> CustomActivation:
     """Check the arguments of `deep_gemm.Epilogue.custom`. Raises InvalidInputError."""
     from deep_gemm.expression import Expression  # here: few processes have one
-    from deep_gemm.names import is_name
+    from deep_gemm.names import is_name, is_text
 
     if not is_name(name) or len(name) > MAX_NAME:
         raise InvalidInputError(
@@ -49,7 +49,7 @@ def custom_activation(
             f"{shown(name)}."
         )
     given = [*_named(name, "rows", rows), *_named(name, "columns", columns)]
-    text = textwrap.dedent(body).strip() if isinstance(body, str) else ""
+    text = textwrap.dedent(body).strip() if is_text(body) else ""
     expression = Expression(name, text, *(tuple(each for kind, each, _ in given if kind == at) for at in _KINDS))
     if not expression.uses("return"):
         raise InvalidInputError(

@@ -45,6 +45,9 @@ def test_a_wrong_declaration_is_refused_at_once(parameters: Any, says: str) -> N
     [
         ({"source": "x"}, "scale_add must have one of body, source and template, but 2 are given"),
         ({"body": None}, "but 0 are given"),
+        ({"body": "\0"}, r"body of scale_add must be a text without NUL and .*, but it is '.x00'"),
+        ({"body": None, "source": "\udfff"}, r"source of scale_add must be .* half of a surrogate pair"),
+        ({"body": 3}, "body of scale_add must be a text .*, but it is 3"),
         ({"body": None, "template": "/nowhere/k.cu.jinja"}, "template of scale_add: there is no file /nowhere/k"),
         ({"strided": ("z",)}, "strided of scale_add: z is no tensor of it"),
         ({"name": "scale-add"}, "name of a kernel must be a name that C\\+\\+ can have, but it is 'scale-add"),

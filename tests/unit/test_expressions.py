@@ -29,6 +29,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a keyword": (own("while"), "name of an expression must be"),
     "a long name": (own("a" * 41), "of at most 40 letters"),
     "no text": (own(body=b"return x;"), "body of own must be statements in C.. that return a float"),  # type: ignore[arg-type]
+    "half of a surrogate pair": (own(body="return x; // \ud800"), "body of own must be statements in C.."),
+    "NUL": (own(body="return x;\0"), "body of own must be statements in C.. that return a float"),
     "no statement": (own(body="x * x"), "must be statements .*, but it is 'x . x'"),
     "a list": (own(rows=[torch.ones(M)]), "rows of own must be a dictionary of vectors, but it is of type list"),
     "a name of ours": (
