@@ -3,8 +3,6 @@
 Device headers are compiled as they are, but for their asm statements: each instruction becomes a call of the function
 of emulator_ptx.h that does the same."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import shutil

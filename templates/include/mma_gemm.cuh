@@ -76,6 +76,8 @@ struct MmaGemm {
   DG_DEVICE u32 columns() const { return n(); }
 
   DG_DEVICE void run() const {
+    wait_for_previous_kernel();
+    allow_next_kernel();
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 first_row = warp % Layout::kWarpsM * Layout::kWarpRows, first_column = warp / Layout::kWarpsM * Layout::kWarpColumns;
     if constexpr (kGrouped) Layout::Table::build(arg, table(), m());

@@ -75,6 +75,7 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
     ),
     "bf16_gemm_nt": lambda: deep_gemm.bf16_gemm_nt(x(M, K), x(N, K), x(M, N)),
     "bf16, epilogue": lambda: deep_gemm.bf16_gemm_nt(x(M, K), x(N, K), x(M, N), epilogue=BIAS),
+    "bf16, parts of K": lambda: deep_gemm.bf16_gemm_nt(x(1, 4096), x(N, 4096), x(1, N)),
     "bf16, odd K": lambda: deep_gemm.bf16_gemm_nt(x(M, 77), x(N, 77), x(M, N)),
     "bf16_gemm_nn": lambda: deep_gemm.bf16_gemm_nn(x(M, K), x(K, N), x(M, N)),
     "bf16_gemm_tn": lambda: deep_gemm.bf16_gemm_tn(x(K, M), x(K, N), torch.ones(M, N)),

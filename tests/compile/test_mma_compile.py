@@ -1,8 +1,6 @@
 """Kernels with mma.sync for each target: no spills, and as many products in SASS as a block of K has. All cases are in
 test_targets_compile.py."""
 
-from __future__ import annotations
-
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

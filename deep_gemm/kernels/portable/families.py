@@ -34,7 +34,7 @@ FP8_TILES = (
     (128, 64, 128, 4, 1),
     (128, 128, 128, 8, 1),
 )
-SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (64, 1))
+SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
 """(block_m, CTAs on an SM)."""
 
 MMA_GEMM = GemmFamily(

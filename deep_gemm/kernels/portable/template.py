@@ -42,6 +42,9 @@ _CONSTANTS = {
 _LEAST_TABLE = groups.table_bytes("contiguous", groups.LEAST_SEGMENTS)
 """Bytes of the smallest table of groups."""
 
+_READ_CYCLES = 1 / 1024
+"""Cycles of the tensor cores that a byte of a fragment costs: an eighth of those in which shared memory gives it."""
+
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
 
@@ -58,7 +61,7 @@ class MmaGemm(Template):
     them was measured."""
 
     file = "mma_gemm.cu.jinja"
-    takes_epilogues = True
+    takes_epilogues = starts_early = True
 
     def __init__(self, fp8: bool = False, grouped: bool = False) -> None:
         self.fp8, self.grouped = fp8, grouped
@@ -141,12 +144,14 @@ class MmaGemm(Template):
 
     def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
         """By counting instructions: nothing was measured. Tensor cores take the cycles of a Hopper's for as many
-        products, whose rate a calibration scales. A sum is promoted by one FFMA."""
+        products, whose rate a calibration scales, and more where warps read more fragments for each. A sum is promoted
+        by one FFMA."""
         rows, columns = warp_tile(config)
-        count = 4 * config.num_consumers
+        read = 4 * config.num_consumers * (rows + columns) * 128
+        products = config.block_m * config.block_n / 32
         return Costs(
-            tensor=config.block_m * config.block_n / 32,
-            read=count * (rows + columns) * 128,
+            tensor=products + read * _READ_CYCLES,
+            read=read,
             promotion=rows * columns / 32 * config.num_consumers if self.fp8 else 0.0,
             element=1.0 if aligned and not config.swap_ab else _LONE_ELEMENT,
             hides_epilogue=False,
