@@ -65,10 +65,10 @@ def main(operation: str) -> None:
     patch.setattr(engine, "calibration_of", lambda device: calibration.for_device(h100, 132, 3350.0))
 
     def launch(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool, numbers: Any) -> Any:
-        plan.launch(strides, True, constant, numbers)
+        plan.launch_plan(strides, True, constant, numbers)
         return lambda: None
 
-    patch.setattr(engine, "launch", launch)
+    patch.setattr(engine, "launch_record", launch)
     make = {"fp8_gemm_nt": fp8, "bf16_gemm_nt": bf16}[operation]
     print(json.dumps([calls_of(make(m)) for m in ROWS]))
 

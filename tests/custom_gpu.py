@@ -21,7 +21,7 @@ from deep_gemm.jit.builder import Builder
 from deep_gemm.kernels.base import Argument
 from deep_gemm.runtime import calls, engine
 
-REAL_LAUNCH = engine.launch
+REAL_LAUNCH = engine.launch_record
 C_TYPES: dict[str, Any] = {"u32": ctypes.c_uint32, "i32": ctypes.c_int32, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 
@@ -60,7 +60,7 @@ class CustomGpu:
         )
         monkeypatch.setattr(operation, "default_builder", lambda: builder)
         driver.answers["cuTensorMapReplaceAddress"] = self.replace_address
-        monkeypatch.setattr(engine, "launch", REAL_LAUNCH)
+        monkeypatch.setattr(engine, "launch_record", REAL_LAUNCH)
         monkeypatch.setattr(engine, "_functions", {})
         monkeypatch.setattr(engine, "primary_context", lambda device: nullcontext())
         monkeypatch.setattr(arch, "target", lambda device: "sm_90a")

@@ -131,7 +131,7 @@ def force_gemm(
         raise ValueError(f"{kernels.get(params.kernel).entry(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs.")
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
     spec = spec_of(params, m, n, k, num_sms)
-    made = kernels.get(params.kernel).launch(params, spec, strides, pdl, constant_b, {"alpha": ALPHA})
+    made = kernels.get(params.kernel).launch_plan(params, spec, strides, pdl, constant_b, {"alpha": ALPHA})
     addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     return Launch(function, made.shape, stream, made.parameters, addresses)
 

@@ -116,7 +116,7 @@ class FakeGpu:
         monkeypatch.setattr(options, "whole_gpu", lambda device: True)
         monkeypatch.setattr(engine, "calibration_of", lambda device: calibration.default())
         monkeypatch.setattr(engine, "plan", self.plan)
-        monkeypatch.setattr(engine, "launch", self.launch)
+        monkeypatch.setattr(engine, "launch_record", self.launch)
 
     def checked(self, operation: type) -> Any:
         """The operation's check, whose result claims to be on a GPU."""

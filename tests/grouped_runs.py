@@ -42,7 +42,7 @@ def launch(operation: Any, arguments: dict[str, Any], config: Config, builder: B
         )
         plan = engine.forced_plan(step.spec, chosen, device, builder)
         addresses = {name: places[operand] for name, operand in step.operands.items()}
-        engine.launch(plan, step.strides, addresses, engine.raw_stream(device), numbers=step.numbers)()
+        engine.launch_record(plan, step.strides, addresses, engine.raw_stream(device), numbers=step.numbers)()
     torch.cuda.synchronize()
 
 

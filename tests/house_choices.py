@@ -107,7 +107,7 @@ def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
     params = [engine.kernel_params(spec, each.config, SM90) for each in ranked[:3]]
     first = kernels.get(params[0].kernel)
     launches = [
-        outcome_or(lambda c=constant, p=pdl: first.launch(params[0], spec, strides(spec), p, c, numbers(spec)))
+        outcome_or(lambda c=constant, p=pdl: first.launch_plan(params[0], spec, strides(spec), p, c, numbers(spec)))
         for constant, pdl in ((False, False), (True, True))
     ]
     names = [kernels.get(each.kernel).entry(each) for each in params]

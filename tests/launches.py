@@ -102,7 +102,7 @@ def encoder() -> Iterator[list[tuple[TensorMapSpec, int]]]:
 
 
 def plan_of(params: KernelParams, g: Geometry, pdl: bool = False) -> LaunchPlan:
-    return kernels.get(params.kernel).launch(params, g.spec(params), g.strides, pdl)
+    return kernels.get(params.kernel).launch_plan(params, g.spec(params), g.strides, pdl)
 
 
 def record(params: KernelParams, g: Geometry) -> Recorded:

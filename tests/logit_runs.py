@@ -63,7 +63,7 @@ class Run:
         addresses = {operand: tensor.data_ptr() for operand, tensor in tensors.items()}
         stream, kernel = engine.raw_stream(torch.cuda.current_device()), kernels.get(self.params.kernel)
         for early in (False, True)[: self.launches]:
-            made = kernel.launch(self.params, self.spec, strides, early)
+            made = kernel.launch_plan(self.params, self.spec, strides, early)
             Launch(self.function, made.shape, stream, made.parameters, addresses)()
         torch.cuda.synchronize()
 

@@ -77,7 +77,7 @@ class RowsRun:
         stream, kernel = engine.raw_stream(torch.cuda.current_device()), kernels.get("rows")
         strides = {name: tensor.stride() for name, tensor in tensors.items()}
         addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        made = kernel.launch(self.params, self.spec, strides, early)
+        made = kernel.launch_plan(self.params, self.spec, strides, early)
         Launch(function, made.shape, stream, made.parameters, addresses)()
         torch.cuda.synchronize()
 

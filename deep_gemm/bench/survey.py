@@ -153,7 +153,7 @@ def timers_of(
         for step, addresses in places:
             handle = engine.raw_stream(device) if mode == "flush" else stream.cuda_stream
             promised = mode == "promised"
-            calls.append(engine.launch(plan, step.strides, addresses, handle, promised, step.numbers))
+            calls.append(engine.launch_record(plan, step.strides, addresses, handle, promised, step.numbers))
         name = name_of(config, asked, spec)
         if mode == "flush":
             yield name, Single(calls[0], scratch, operands)

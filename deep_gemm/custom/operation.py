@@ -92,7 +92,7 @@ class CustomPlan(engine.Plan):
     def config(self) -> str:
         return str(self.spec.config)
 
-    def launch(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
+    def launch_plan(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
         """The launch that its function returned. `set_pdl` may switch dependent launch off."""
         found: LaunchPlan = self.spec.launch
         return found if pdl else replace(found, shape=replace(found.shape, pdl=False))

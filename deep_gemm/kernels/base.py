@@ -195,7 +195,7 @@ class KernelFamily(ABC):
         """Statements that fill the device code's struct ``arguments``, whose fields have the parameters' names."""
         return "\n  ".join(argument.assignment for argument in self.arguments(params))
 
-    def launch(
+    def launch_plan(
         self,
         params: KernelParams,
         spec: Any,

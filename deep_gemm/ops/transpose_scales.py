@@ -31,6 +31,6 @@ def transpose_scales(sf: Tensor) -> Tensor:
         with torch.cuda.device(device):
             plan = engine.plan(TransposeSpec(rows, columns, batch), device)
             addresses = {"source": sf.data_ptr(), "target": whole.data_ptr()}
-            engine.launch(plan, {"source": batched.stride()}, addresses, engine.raw_stream(device))()
+            engine.launch_record(plan, {"source": batched.stride()}, addresses, engine.raw_stream(device))()
     out = whole.transpose(1, 2)[:, :rows]
     return out if sf.dim() == 3 else out[0]

@@ -260,7 +260,7 @@ class Replay:
         # If a launch before copies or casts the weights, what it makes is not constant, even if the weights are.
         copied = any(step.operands.get(name, name) != name for name in self._weights)
         constant = self.constant and not copied
-        return engine.launch(plan, step.strides, addresses, self._stream, constant, step.numbers)
+        return engine.launch_record(plan, step.strides, addresses, self._stream, constant, step.numbers)
 
 
 def entry(*variants: Operation) -> Callable[..., None]:

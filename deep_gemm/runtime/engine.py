@@ -49,7 +49,7 @@ __all__ = [
     "debug_info",
     "dump_debug_info",
     "kernel_params",
-    "launch",
+    "launch_record",
     "load",
     "plan",
     "raw_stream",
@@ -80,9 +80,9 @@ class Plan:
         """The kernel's name in profilers."""
         return self.function.symbol
 
-    def launch(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
-        """Launch shape and parameters for operands with ``strides``; see `KernelFamily.launch`."""
-        return self.kernel.launch(self.params, self.spec, strides, pdl, constant, numbers)
+    def launch_plan(self, strides: Strides, pdl: bool, constant: bool, numbers: Numbers) -> LaunchPlan:
+        """Launch shape and parameters for operands with ``strides``; see `KernelFamily.launch_plan`."""
+        return self.kernel.launch_plan(self.params, self.spec, strides, pdl, constant, numbers)
 
 
 _lock = threading.RLock()
@@ -303,7 +303,7 @@ def _load(params: KernelParams, device: int, builder: Builder) -> tuple[Function
     return load_function(binary.cubin, binary.name, device, shared), binary
 
 
-def launch(
+def launch_record(
     plan: Plan,
     strides: Strides,
     addresses: Mapping[str, int],
@@ -319,7 +319,7 @@ def launch(
     """
     early = options.get_pdl() and archs.has_dependent_launch(plan.params.arch)
     pdl = early and (not isinstance(plan.spec, GemmSpec) or plan.spec.whole_gpu)
-    made = plan.launch(strides, pdl, constant, numbers)
+    made = plan.launch_plan(strides, pdl, constant, numbers)
     with primary_context(plan.device):  # encoding a tensor map needs a context, and this thread may have none yet
         return Launch(plan.function, made.shape, stream, made.parameters, addresses)
 

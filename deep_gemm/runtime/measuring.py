@@ -134,7 +134,7 @@ def _times(
 
     def launch(step: Step, plan: engine.Plan) -> Launch:
         at = {name: addresses[given] for name, given in step.operands.items()}
-        return engine.launch(plan, step.strides, at, stream, numbers=step.numbers)
+        return engine.launch_record(plan, step.strides, at, stream, numbers=step.numbers)
 
     for earlier in before:
         launch(earlier, operation.plan(earlier, device))()

@@ -20,7 +20,7 @@ from deep_gemm.runtime import calls, engine
 from deep_gemm.select import calibration, sheets
 from deep_gemm.settings import settings
 
-REAL_PLAN, REAL_LAUNCH = engine.plan, engine.launch
+REAL_PLAN, REAL_LAUNCH = engine.plan, engine.launch_record
 CARDS = [
     pytest.param(sheet := sheets.of_arch(target)[0], id=sheet.name, marks=[pytest.mark.long] * (target != "sm_80"))
     for target in arch.names()
@@ -121,7 +121,7 @@ class Card:
             builder = Builder(root, choose())
         known = calibration.for_device(sheet.device, sheet.sms, arch=sheet.arch)
         patch.setattr(engine, "plan", lambda spec, device: replace(REAL_PLAN(spec, 0), device=CPU))
-        patch.setattr(engine, "launch", REAL_LAUNCH)
+        patch.setattr(engine, "launch_record", REAL_LAUNCH)
         patch.setattr(engine, "default_builder", lambda: builder)
         patch.setattr(engine, "calibration_of", lambda device: known)
         patch.setattr(engine, "primary_context", lambda device: nullcontext())

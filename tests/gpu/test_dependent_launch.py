@@ -261,14 +261,14 @@ def test_memory_that_is_handed_out_again_is_not_constant(monkeypatch: pytest.Mon
     """Weights are declared constant, used until the call is warm, and freed. Then the previous kernel writes new
     weights at the same address."""
     made: list[bool] = []
-    launch = engine.launch
+    launch = engine.launch_record
 
     def noted(plan: Any, strides: Any, addresses: Any, stream: int, constant: bool = False, *numbers: Any) -> Any:
         if isinstance(plan.spec, GemmSpec):
             made.append(constant)
         return launch(plan, strides, addresses, stream, constant, *numbers)
 
-    monkeypatch.setattr(engine, "launch", noted)
+    monkeypatch.setattr(engine, "launch_record", noted)
     # More than 10 MiB and whole pages: torch allocates such a tensor, and the next of its size, in a separate segment.
     m, n, k = 8, 2048, 8192
     a, (first, scales), _, _ = random_operands(m, n, k, DEVICE, seed=1)

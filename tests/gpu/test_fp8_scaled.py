@@ -212,7 +212,7 @@ def test_transposed_bytes(rows: int, columns: int, offset: int) -> None:
     device = torch.cuda.current_device()
     plan = engine.plan(TransposeBytesSpec(rows, columns), device)
     addresses = {"source": source.data_ptr(), "target": target.tensor.data_ptr()}
-    engine.launch(plan, {"source": source.t().stride()}, addresses, engine.raw_stream(device))()
+    engine.launch_record(plan, {"source": source.t().stride()}, addresses, engine.raw_stream(device))()
     torch.cuda.synchronize()
     target.check("the transpose")
     assert torch.equal(target.tensor.view(torch.uint8), bits.t())

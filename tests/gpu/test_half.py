@@ -301,10 +301,10 @@ def test_copied_rows(rows: int, columns: int, way: str) -> None:
     device = torch.cuda.current_device()
     plan = engine.plan(spec, device)
     (params,) = COPY_ROWS.cases()
-    most = COPY_ROWS.launch(params, CopySpec(9000, 12000), {"source": (12000, 1)}).shape.grid[0]
+    most = COPY_ROWS.launch_plan(params, CopySpec(9000, 12000), {"source": (12000, 1)}).shape.grid[0]
     assert most < -(-9000 // 64) * -(-12000 // 64)
     addresses = {"source": source.data_ptr(), "target": target.tensor.data_ptr()}
-    engine.launch(plan, {"source": source.stride()}, addresses, engine.raw_stream(device))()
+    engine.launch_record(plan, {"source": source.stride()}, addresses, engine.raw_stream(device))()
     torch.cuda.synchronize()
     target.check("the copy")
     found = target.tensor.view(torch.int16)

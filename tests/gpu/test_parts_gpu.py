@@ -45,7 +45,9 @@ class Forced:
         at = {name: each.data_ptr() for name, each in {**x.tensors, "memory": self.memory}.items()}
         plan = engine.forced_plan(step.spec, config, device)
         addresses = {name: at[operand] for name, operand in step.operands.items()}
-        self.launch = engine.launch(plan, step.strides, addresses, engine.raw_stream(device), numbers=step.numbers)
+        self.launch = engine.launch_record(
+            plan, step.strides, addresses, engine.raw_stream(device), numbers=step.numbers
+        )
 
     def first_block(self, part: int) -> int:
         """A part's first block of K, among those of all products."""

@@ -102,7 +102,7 @@ def test_a_patched_map_is_what_the_driver_would_encode(m: int, n: int, k: int) -
     assert second is not None
     (step,) = operation.work(first, 0).steps
     before, after = ({name: x.tensors[name].data_ptr() for name in step.operands} for x in (first, second))
-    launch = engine.launch(engine.plan(step.spec, 0), step.strides, before, engine.raw_stream(0))
+    launch = engine.launch_record(engine.plan(step.spec, 0), step.strides, before, engine.raw_stream(0))
     launch.at([after[name] for name in launch.operands])
     maps = [(p, at) for p, at in zip(launch._parameters, launch._pointers, strict=True) if isinstance(p, Map)]
     assert {parameter.operand for parameter, _ in maps} >= {"a", "sfa", "b"}

@@ -134,7 +134,7 @@ def test_the_measured_choice_is_as_fast_as_the_models_or_faster() -> None:
     def call(config: object) -> timing.Call:
         plan = engine.forced_plan(one.spec, config, 0)  # type: ignore[arg-type]
         strides = {"a": (2048, 1), "b": (2048, 1), "d": (4096, 1)}
-        return engine.launch(plan, strides, {"a": a.data_ptr(), "b": b.data_ptr(), "d": d.data_ptr()}, stream)
+        return engine.launch_record(plan, strides, {"a": a.data_ptr(), "b": b.data_ptr(), "d": d.data_ptr()}, stream)
 
     times = timing.flush({"model": call(one.modelled), "chosen": call(one.chosen)}, repeats=60)
     assert times["chosen"] <= 1.05 * times["model"]

@@ -207,7 +207,7 @@ def test_a_fallback_computes_what_no_kernel_can(gpu: FakeGpu) -> None:
 
 
 def launch_of(spec: GemmSpec, params: Any, strides: Any) -> dict[str, Any]:
-    plan = kernels.get(params.kernel).launch(params, spec, strides)
+    plan = kernels.get(params.kernel).launch_plan(params, spec, strides)
     return {"grid": plan.shape.grid[0]} | dict(zip(argument_names(params), plan.parameters, strict=True))
 
 
@@ -257,7 +257,7 @@ def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[i
     spec, (block_m, block_n, cluster) = sum_spec(*sizes), tile
     params = HALF_SUMMED.params(spec, HALF_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True), SM90)
     strides = {"a": (1 << 20, 1024, 1), "b": (1 << 20, 1024, 1), "d": (512, 1), "c": (512, 1)}
-    plan = kernels.get(params.kernel).launch(params, spec, strides)
+    plan = kernels.get(params.kernel).launch_plan(params, spec, strides)
     found = dict(zip(argument_names(params), plan.parameters, strict=True))
     tiles = ceil_div(spec.m, block_m) * ceil_div(spec.n, block_n)
     assert (plan.shape.grid, plan.shape.cluster) == ((tiles * cluster, count, 1), (cluster, 1, 1))

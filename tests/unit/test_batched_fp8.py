@@ -150,7 +150,7 @@ def test_a_fallback_computes_what_no_kernel_can(gpu: FakeGpu) -> None:
 
 
 def launch_of(spec: GemmSpec, params: Any, strides: Any) -> dict[str, Any]:
-    plan = kernels.get(params.kernel).launch(params, spec, strides)
+    plan = kernels.get(params.kernel).launch_plan(params, spec, strides)
     return {"grid": plan.shape.grid[0]} | dict(zip(argument_names(params), plan.parameters, strict=True))
 
 

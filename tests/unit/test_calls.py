@@ -230,8 +230,8 @@ def test_a_promise_that_ends_during_a_first_call_is_not_remembered(
         deep_gemm.retract_constant(*b)  # as another thread might do after the call has looked
         return launch(*args)
 
-    monkeypatch.setattr(engine, "launch", interrupted)
+    monkeypatch.setattr(engine, "launch_record", interrupted)
     run(a, b, d)
-    monkeypatch.setattr(engine, "launch", launch)
+    monkeypatch.setattr(engine, "launch_record", launch)
     run(a, b, d)
     assert gpu.constants == [True, False]

@@ -53,7 +53,7 @@ class Timers:
         monkeypatch.setattr(engine, "build", self.build)
         monkeypatch.setattr(engine, "forced_plan", self.forced_plan)
         monkeypatch.setattr(engine, "plan", self.plan)
-        monkeypatch.setattr(engine, "launch", self.launch)
+        monkeypatch.setattr(engine, "launch_record", self.launch)
         monkeypatch.setattr(measuring, "Single", self.single)
         monkeypatch.setattr(measuring, "_is_capturing", lambda: self.capturing)
 

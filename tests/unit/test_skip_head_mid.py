@@ -97,7 +97,7 @@ def test_the_map_of_d_has_all_of_its_columns() -> None:
     spec = ops.spec(200, 5 * 256, 208, 132, SKIP_HEAD_MID, groups=5)
     strides = {"a": (208, 1), "b": (208, 1), "d": (1608, 1), "sfa": (1, 204), "sfb": (2, 1)}
     params = case(FP8_HEADS, 128, 128, (1, 1), 2, 2)
-    plan = kernels.get(params.kernel).launch(params, spec, strides, numbers={"heads": SPLITS})
+    plan = kernels.get(params.kernel).launch_plan(params, spec, strides, numbers={"heads": SPLITS})
     found = dict(zip(argument_names(params), plan.parameters, strict=True))
     assert (found["map_d"].spec.dims, found["map_d"].spec.box) == ((5 * 320, 200), (64, 64))
     assert (found["heads"][1][0], *found["heads"][1][3:]) == (256, 64, 128)

@@ -246,7 +246,9 @@ def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
         params = HALF_GATED.params(spec, config, SM90)
         strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1)}
         maps = [
-            each for each in HALF_GATED.launch(params, spec, strides, False, False).parameters if isinstance(each, Map)
+            each
+            for each in HALF_GATED.launch_plan(params, spec, strides, False, False).parameters
+            if isinstance(each, Map)
         ]  # type: ignore[arg-type]
         of_b = {each.spec for each in maps if each.operand == "b"}
         assert [(each.box, each.dims) for each in of_b] == [((64, config.block_n // 2 // config.cluster_m), (512, n))]
@@ -268,7 +270,7 @@ def test_interleaved_rows_are_two_matrices(op: str) -> None:
         "sfb": (6, 3, 1)[-2 if groups == 1 else 0 :],
     }
     params = family.params(spec, family.configs(SM90)[0], SM90)
-    made = family.launch(params, spec, strides, False, False)  # type: ignore[arg-type]
+    made = family.launch_plan(params, spec, strides, False, False)  # type: ignore[arg-type]
     gate, up = (each for each in made.parameters if isinstance(each, Map) and each.operand == "b")
     assert gate.spec == up.spec
     assert (gate.spec.dims, gate.spec.strides) == ((384, groups * 256), (2 * 400 * size,))

@@ -206,4 +206,4 @@ def test_a_spec_of_another_kind_is_refused(family: KernelFamily) -> None:
 def test_launching_it_all_the_same_is_an_error() -> None:
     (params,) = TRANSPOSE_SCALES.cases()
     with pytest.raises(TypeError, match="but it transposes"):
-        TRANSPOSE_SCALES.launch(params, ops.spec(8, 8, 128, 132), {})
+        TRANSPOSE_SCALES.launch_plan(params, ops.spec(8, 8, 128, 132), {})

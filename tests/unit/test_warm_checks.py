@@ -24,7 +24,7 @@ __all__ = ["own"]
 @pytest.fixture
 def gpu(own: CustomGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """All operations on the fake GPU; `options` reach the specs."""
-    real, fake = calls.engine.launch, gpu.launch
+    real, fake = calls.engine.launch_record, gpu.launch
     monkeypatch.setattr(
         calls.engine,
         "launch",
