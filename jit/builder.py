@@ -35,7 +35,7 @@ ERRORS = ("failed", "forbidden", "unstored", "corrupted", "unusable", "lock_time
 
 
 @record(frozen=True)
-class _Plan:
+class _ResolvedRequest:
     """A request, with what the current settings add to it."""
 
     request: BuildRequest
@@ -118,7 +118,7 @@ class Builder:
 
     def key(self, request: BuildRequest) -> str:
         """The identity of what `build` would compile. Raises CompilerNotFoundError."""
-        return self._plan(request).key
+        return self._resolved(request).key
 
     def source_key(self, request: BuildRequest) -> str:
         """The identity of what would be compiled, without the compiler."""
@@ -138,8 +138,8 @@ class Builder:
         packed = self._from_packs(request, source, start)
         if packed is not None:
             return self._checked(packed)
-        plan = self._plan(request, source, start)
-        binary = self._known(plan)
+        asked = self._resolved(request, source, start)
+        binary = self._known(asked)
         return self._checked(binary) if binary is not None else None
 
     def build(self, request: BuildRequest) -> Binary:
@@ -152,23 +152,23 @@ class Builder:
         binary = self._from_packs(request, source, start)
         while binary is None:
             try:
-                plan = self._plan(request, source, start)
+                asked = self._resolved(request, source, start)
             except CompilerNotFoundError as error:
                 if not settings.forbid_compile:
                     raise
                 self._count("misses")
                 raise self._forbidden(request, source, str(error)) from error
             try:
-                binary = self._from_memory(plan) or self._build(plan)
+                binary = self._from_memory(asked) or self._build(asked)
             except CompileError:
                 # If the compiler is broken, the next one tries.
-                if self._compiler is not None or not compilers.is_broken(plan.compiler):
+                if self._compiler is not None or not compilers.is_broken(asked.compiler):
                     raise
         return self._checked(binary)
 
-    def _build(self, plan: _Plan) -> Binary:
-        with self._thread_lock(plan.memory_key).lock:
-            return self._known(plan) or self._compile_once(plan)
+    def _build(self, asked: _ResolvedRequest) -> Binary:
+        with self._thread_lock(asked.memory_key).lock:
+            return self._known(asked) or self._compile_once(asked)
 
     def adopt(self, request: BuildRequest, binary: Binary) -> Binary:
         """Take over another process's binary for `request`, into memory and onto disk. An existing one stays.
@@ -176,18 +176,18 @@ class Builder:
         Raises InvalidInputError if it is not what `build` would return here, and CompileError for what
         DG_JIT_PTXAS_CHECK refuses. No problem of the cache raises.
         """
-        plan = self._plan(request)
-        wanted = {"key": plan.key, "source_key": plan.source_key, "cuda": plan.addresses[0].cuda}
-        check_same(binary, request, {**wanted, "compiler": plan.compiler.identity})
-        found = self._from_memory(plan)
+        asked = self._resolved(request)
+        wanted = {"key": asked.key, "source_key": asked.source_key, "cuda": asked.addresses[0].cuda}
+        check_same(binary, request, {**wanted, "compiler": asked.compiler.identity})
+        found = self._from_memory(asked)
         if found is None:
             allowed = settings.cache_limit
-            with self._thread_lock(plan.memory_key).lock:
-                found = self._locked(plan, lambda: self._known(plan) or self._keep(plan, binary))
-                self._evict(plan, found, allowed)
+            with self._thread_lock(asked.memory_key).lock:
+                found = self._locked(asked, lambda: self._known(asked) or self._keep(asked, binary))
+                self._evict(asked, found, allowed)
         return self._checked(found)
 
-    def _plan(self, request: BuildRequest, source: str = "", start: float | None = None) -> _Plan:
+    def _resolved(self, request: BuildRequest, source: str = "", start: float | None = None) -> _ResolvedRequest:
         """`source` is the source key and `start` when the call began, where these are known."""
         start = time.perf_counter() if start is None else start
         compiler = self._compiler or compilers.choose()
@@ -198,7 +198,7 @@ class Builder:
         release = driver_release()
         drivers = [f"{release[0]}.{release[1]}", "any"] if release else ["any"]
         addresses = tuple(Address(request.arch, cuda, driver, request.name, key) for driver in drivers)
-        return _Plan(request, compiler, flags, key, source, self.disk(), addresses, start)
+        return _ResolvedRequest(request, compiler, flags, key, source, self.disk(), addresses, start)
 
     def _includes(self) -> Path:
         return self._include_dir or default_include_dir()
@@ -215,11 +215,11 @@ class Builder:
         self._count("pack")
         return self._memory.put(memory_key, of_kernel(*found, start))
 
-    def _from_memory(self, plan: _Plan) -> Binary | None:
-        return self._remembered(plan.memory_key, plan.start)
+    def _from_memory(self, asked: _ResolvedRequest) -> Binary | None:
+        return self._remembered(asked.memory_key, asked.start)
 
-    def _known(self, plan: _Plan) -> Binary | None:
-        return self._from_memory(plan) or self._from_disk(plan)
+    def _known(self, asked: _ResolvedRequest) -> Binary | None:
+        return self._from_memory(asked) or self._from_disk(asked)
 
     def _remembered(self, memory_key: tuple[object, ...], start: float) -> Binary | None:
         binary = self._memory.get(memory_key)
@@ -228,39 +228,39 @@ class Builder:
         self._count("memory")
         return replace(binary, layer="memory", seconds={**binary.seconds, "lookup": time.perf_counter() - start})
 
-    def _from_disk(self, plan: _Plan) -> Binary | None:
-        if plan.disk is None:
+    def _from_disk(self, asked: _ResolvedRequest) -> Binary | None:
+        if asked.disk is None:
             return None
-        for address in plan.addresses:
-            entry = plan.disk.get(address)
+        for address in asked.addresses:
+            entry = asked.disk.get(address)
             if entry is not None:
                 self._count("disk")
-                notes.put_source(plan.disk, plan.request.render_key, plan.request.source)
-                return self._memory.put(plan.memory_key, of_entry(address, plan.source_key, entry, plan.start))
+                notes.put_source(asked.disk, asked.request.render_key, asked.request.source)
+                return self._memory.put(asked.memory_key, of_entry(address, asked.source_key, entry, asked.start))
         return None
 
     def _forbidden(self, request: BuildRequest, source_key: str, on_disk: str, key: str = "") -> Exception:
         self._count("forbidden")
         return late("deep_gemm.jit.refusal").forbidden(request, source_key, self.packs, on_disk, key)
 
-    def _compile_once(self, plan: _Plan) -> Binary:
+    def _compile_once(self, asked: _ResolvedRequest) -> Binary:
         if settings.forbid_compile:
             # Before the lock: taking it creates files, and it may wait for a process that never publishes.
-            self._missed(plan)
-            places = [str(plan.disk.directory(at)) for at in plan.addresses] if plan.disk else ["no directory"]
-            raise self._forbidden(plan.request, plan.source_key, ", ".join(places), plan.key)
+            self._missed(asked)
+            places = [str(asked.disk.directory(at)) for at in asked.addresses] if asked.disk else ["no directory"]
+            raise self._forbidden(asked.request, asked.source_key, ", ".join(places), asked.key)
         allowed = settings.cache_limit  # read first: an invalid setting must fail before the compilation, not after it
         # Another process may have published it while this one waited.
-        binary = self._locked(plan, lambda: self._from_disk(plan) or self._compile(plan))
-        self._evict(plan, binary, allowed)
+        binary = self._locked(asked, lambda: self._from_disk(asked) or self._compile(asked))
+        self._evict(asked, binary, allowed)
         return binary
 
-    def _locked(self, plan: _Plan, work: Callable[[], Binary]) -> Binary:
+    def _locked(self, asked: _ResolvedRequest, work: Callable[[], Binary]) -> Binary:
         """`work()`, under the lock between processes if it can be had."""
-        if plan.disk is None:
+        if asked.disk is None:
             return work()
-        address, start = plan.addresses[0], time.perf_counter()
-        with plan.disk.lock(address, self.lock_limit) as held:
+        address, start = asked.addresses[0], time.perf_counter()
+        with asked.disk.lock(address, self.lock_limit) as held:
             if held is None:
                 # If the limit has not passed, the root or the filesystem has no locks.
                 if time.perf_counter() - start >= self.lock_limit:
@@ -269,35 +269,35 @@ class Builder:
             try:
                 return work()
             finally:
-                plan.disk.forget_lock(lock_name(address.arch, address.key))
+                asked.disk.forget_lock(lock_name(address.arch, address.key))
 
-    def _evict(self, plan: _Plan, binary: Binary, allowed: int | None) -> None:
+    def _evict(self, asked: _ResolvedRequest, binary: Binary, allowed: int | None) -> None:
         """Keep DG_JIT_CACHE_LIMIT after a new entry. The entry's lock is not held meanwhile: others may wait for it."""
-        if allowed is None or plan.disk is None or binary.source_path is None:
+        if allowed is None or asked.disk is None or binary.source_path is None:
             return
         if binary.layer in ("compiled", "adopted"):
             limit = late("deep_gemm.jit.cache.limit")  # here, because most processes have no limit
-            self._count("evictions", amount=limit.keep(plan.disk, allowed, plan.disk.directory(plan.addresses[0])))
+            self._count("evictions", amount=limit.keep(asked.disk, allowed, asked.disk.directory(asked.addresses[0])))
 
-    def _missed(self, plan: _Plan) -> None:
+    def _missed(self, asked: _ResolvedRequest) -> None:
         self._count("misses")
-        if plan.disk is None or not plan.disk.usable():
+        if asked.disk is None or not asked.disk.usable():
             self._count("unusable")
-        elif any(os.path.lexists(plan.disk.directory(address) / META) for address in plan.addresses):
+        elif any(os.path.lexists(asked.disk.directory(address) / META) for address in asked.addresses):
             # The entry exists, but it could not be used.
             self._count("corrupted")
 
-    def _compile(self, plan: _Plan) -> Binary:
+    def _compile(self, asked: _ResolvedRequest) -> Binary:
         source_file = late("deep_gemm.jit.source").source_file  # here: if all kernels are known, nothing needs it
-        self._missed(plan)
-        request, looked = plan.request, time.perf_counter() - plan.start
-        stored = plan.disk.reserve(plan.addresses[0], request.source) if plan.disk else None
+        self._missed(asked)
+        request, looked = asked.request, time.perf_counter() - asked.start
+        stored = asked.disk.reserve(asked.addresses[0], request.source) if asked.disk else None
         want_ptx = settings.dump_ptx or settings.dump_asm
-        log.debug("compiling %s for %s (key %s)", request.name, request.arch, plan.key)
+        log.debug("compiling %s for %s (key %s)", request.name, request.arch, asked.key)
         try:
             with source_file(stored, request.name, request.source) as path:
-                compiled = plan.compiler.compile(
-                    request.name, request.source, path, plan.flags, self._includes(), want_ptx=want_ptx
+                compiled = asked.compiler.compile(
+                    request.name, request.source, path, asked.flags, self._includes(), want_ptx=want_ptx
                 )
             compiled = replace(compiled, cubin=request.finished(compiled.cubin))
         except CompileError:
@@ -307,56 +307,56 @@ class Builder:
             say(f"{request.name}:\n{compiled.log.strip()}")
         binary = Binary(
             request.name,
-            plan.key,
+            asked.key,
             request.arch,
             compiled.cubin,
             compiled.resources,
             str(stored) if stored else None,
             "compiled",
-            plan.compiler.identity,
+            asked.compiler.identity,
             {**compiled.seconds, "lookup": looked},
-            plan.source_key,
-            plan.addresses[0].cuda,
+            asked.source_key,
+            asked.addresses[0].cuda,
         )
         self._count("compiled", compiled.seconds.get("compile", 0.0))
-        self._publish(plan, stored, compiled)
-        return self._memory.put(plan.memory_key, binary)
+        self._publish(asked, stored, compiled)
+        return self._memory.put(asked.memory_key, binary)
 
-    def _keep(self, plan: _Plan, binary: Binary) -> Binary:
-        stored = plan.disk.reserve(plan.addresses[0], plan.request.source) if plan.disk else None
+    def _keep(self, asked: _ResolvedRequest, binary: Binary) -> Binary:
+        stored = asked.disk.reserve(asked.addresses[0], asked.request.source) if asked.disk else None
         seconds = {name: value for name, value in binary.seconds.items() if name != "lookup"}
         self._count("adopted")
-        self._publish(plan, stored, Compiled(binary.cubin, None, "", binary.resources, seconds))
+        self._publish(asked, stored, Compiled(binary.cubin, None, "", binary.resources, seconds))
         kept = replace(binary, source_path=str(stored) if stored else None, layer="adopted")
-        return self._memory.put(plan.memory_key, kept)
+        return self._memory.put(asked.memory_key, kept)
 
-    def _publish(self, plan: _Plan, stored: Path | None, compiled: Compiled) -> None:
+    def _publish(self, asked: _ResolvedRequest, stored: Path | None, compiled: Compiled) -> None:
         meta = {
-            "compiler": plan.compiler.identity,
-            "source_key": plan.source_key,
-            "render_key": plan.request.render_key,
-            "flags": list(plan.flags),
+            "compiler": asked.compiler.identity,
+            "source_key": asked.source_key,
+            "render_key": asked.request.render_key,
+            "flags": list(asked.flags),
             "options": list(compiled.options),
             "resources": compiled.resources.to_json(),
             "seconds": dict(compiled.seconds),
             "created": time.time(),
             "log": compiled.log,
-            "meta": plan.request.stored_meta,
+            "meta": asked.request.stored_meta,
         }
         # If the source could not be stored, the rest cannot be either.
-        if stored is None or plan.disk is None:
+        if stored is None or asked.disk is None:
             self._count("unstored")
             return
         try:
-            source = plan.request.source.encode()
+            source = asked.request.source.encode()
             dumps = late("deep_gemm.jit.disassembler").dumps(compiled)
-            published = plan.disk.put(plan.addresses[0], source, compiled.cubin, meta, dumps)
+            published = asked.disk.put(asked.addresses[0], source, compiled.cubin, meta, dumps)
         except (TypeError, ValueError) as error:
-            raise InvalidInputError(f"meta of {plan.request.name} must be plain JSON: {error}.") from error
+            raise InvalidInputError(f"meta of {asked.request.name} must be plain JSON: {error}.") from error
         if published is None:
             self._count("unstored")
         else:
-            notes.put_source(plan.disk, plan.request.render_key, plan.request.source)
+            notes.put_source(asked.disk, asked.request.render_key, asked.request.source)
 
     def _checked(self, binary: Binary) -> Binary:
         """DG_JIT_PTXAS_CHECK holds for cached binaries too."""

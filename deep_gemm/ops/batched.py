@@ -86,19 +86,19 @@ class Batched(Gemm):
         """The public function, for messages."""
         return self.name if form == PLAIN else f"{'fp8_' if self.is_scaled else ''}einsum {form}"
 
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Operands are read as they are, but for scales of a that TMA cannot read."""
         if self.is_scaled:
-            found.product_scales("sfa", x.tensors["sfa"])
-            found.strides["sfb"] = x.tensors["sfb"].stride()
-        return place_operands(found, x)
+            prepared.add_product_scales("sfa", x.tensors["sfa"])
+            prepared.strides["sfb"] = x.tensors["sfb"].stride()
+        return place_operands(prepared, x)
 
-    def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
+    def place_outputs(self, prepared: Preparation, x: GemmOperands) -> bool:
         d = x.tensors["d"]
         piece = TMA_BYTES // d.element_size()
         row = layouts.row_stride(d[0])
-        found.strides["d"] = (_product_stride(d, x.m * row), row, 1)
-        return layouts.tma_writable(d[0]) and found.strides["d"][0] % piece == 0
+        prepared.strides["d"] = (_product_stride(d, x.m * row), row, 1)
+        return layouts.tma_writable(d[0]) and prepared.strides["d"][0] % piece == 0
 
     def reference(self, x: GemmOperands) -> None:
         """See `batched_reference`."""
@@ -163,9 +163,9 @@ class Summed(Gemm):
             *(self.name, named, device, m, n, groups * k, dims, self.product.scaling, accumulate), groups=groups
         )
 
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Operands are read as they are."""
-        return place_operands(found, x)
+        return place_operands(prepared, x)
 
     def reference(self, x: GemmOperands) -> None:
         """The product of all of K in one matrix."""
@@ -291,10 +291,10 @@ def strides(name: str, x: Tensor) -> tuple[int, int, int]:
     return step, *way
 
 
-def place_operands(found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+def place_operands(prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
     """Add A and B, whose strides have been checked. Returns the dimensions that are contiguous in them."""
-    found.strides |= {name: strides(name, x.tensors[name]) for name in ("a", "b")}
-    of_a, of_b = ("k" if found.strides[name][-1] == 1 else "mn" for name in ("a", "b"))
+    prepared.strides |= {name: strides(name, x.tensors[name]) for name in ("a", "b")}
+    of_a, of_b = ("k" if prepared.strides[name][-1] == 1 else "mn" for name in ("a", "b"))
     return of_a, of_b  # type: ignore[return-value]
 
 

@@ -154,17 +154,17 @@ class Dense(Gemm):
                 f"c must have d's dtype, {wanted}, but it is {named['c'].dtype}. Pass c.to({wanted})."
             )
 
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """FP8 that is not K-major, and scales that TMA cannot read, are transposed first; 16-bit values are copied."""
         majors = []
         for name, scaling in zip("ab", x.scaling, strict=True):
-            majors.append(found.values(name, x.tensors[name]))
+            majors.append(prepared.add_values(name, x.tensors[name]))
             if scaling == "1x128":
-                found.row_scales(f"sf{name}", x.tensors[f"sf{name}"])
+                prepared.add_row_scales(f"sf{name}", x.tensors[f"sf{name}"])
             elif scaling == "row":
-                found.strides[f"sf{name}"] = (_stride_of_rows(x.tensors[f"sf{name}"]),)
+                prepared.strides[f"sf{name}"] = (_stride_of_rows(x.tensors[f"sf{name}"]),)
             elif scaling != "none":
-                found.strides[f"sf{name}"] = x.tensors[f"sf{name}"].stride()
+                prepared.strides[f"sf{name}"] = x.tensors[f"sf{name}"].stride()
         return majors[0], majors[1]
 
     def special(self, x: GemmOperands) -> str:

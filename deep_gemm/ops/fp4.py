@@ -155,15 +155,15 @@ class Fp4Gemm(Operation):
 
     def work(self, x: Fp4Operands, device: int) -> Work:
         """One launch, after one that transposes scales if TMA cannot read them."""
-        found = layouts.Preparation({name: name for name in x.tensors})
+        prepared = layouts.Preparation({name: name for name in x.tensors})
         d = x.tensors["d"]
         rows = layouts.flat(d)
-        found.strides["a"] = (layouts.check_k_major("a", x.tensors["a"]), 1)
-        found.strides["d"] = (layouts.flat_stride(d) or 0, 1)
+        prepared.strides["a"] = (layouts.check_k_major("a", x.tensors["a"]), 1)
+        prepared.strides["d"] = (layouts.flat_stride(d) or 0, 1)
         if self.is_scaled:
-            found.row_scales("sfa", x.tensors["sfa"])
+            prepared.add_row_scales("sfa", x.tensors["sfa"])
         for name in ("b", "sfb", *(("layout",) if self.layout else ())):
-            found.strides[name] = x.tensors[name].stride()
+            prepared.strides[name] = x.tensors[name].stride()
         spec = Fp4Spec(
             *(x.m, x.n, x.k, "e4m3" if self.is_scaled else "bf16"),
             absolute=fp4_weights.is_absolute(x.tensors["b"]),
@@ -176,11 +176,11 @@ class Fp4Gemm(Operation):
             whole_gpu=options.whole_gpu(device),
             batch_invariant=options.get_batch_invariant(),
         )
-        operands = dict(found.operands)
+        operands = dict(prepared.operands)
         if size := FP4.workspace_bytes(spec):
-            found.scratch["workspace"] = (size,), torch.uint8
+            prepared.scratch["workspace"] = (size,), torch.uint8
             operands["workspace"] = "workspace"
-        return Work((*found.steps, Step(spec, found.strides, operands)), found.scratch)
+        return Work((*prepared.steps, Step(spec, prepared.strides, operands)), prepared.scratch)
 
     def faults(self, x: Fp4Operands) -> Sequence[Fault]:
         """Labels, ends or counts."""

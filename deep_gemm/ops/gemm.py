@@ -52,7 +52,7 @@ class GemmOperands:
     a and b are views with the rows of A and of B, and d, and c if there is one, have one dtype. With groups, b (by M)
     or d (by K) has the group in front; so have a and d of the masked form, and all operands of a batch. ``k`` is the
     sum over all groups along K, and over all products that are summed.
-    ``size`` is the alignment of groups along M, or in the masked form the expected rows of a group.
+    ``alignment`` is that of groups along M, and ``expected_m`` the expected rows of a group in the masked form.
     """
 
     op: str
@@ -65,7 +65,8 @@ class GemmOperands:
     scaling: Scalings
     accumulate: Accumulate = "none"
     groups: int = 1
-    size: int = 1
+    alignment: int = 1
+    expected_m: int = 0
     epilogue: Parts = NO_PARTS
     alpha: float = 1.0
 
@@ -271,31 +272,31 @@ class Gemm(Operation):
             raise InvalidInputError(f"{name} of {called} must be {self.dtype}, but it is {x.dtype}.{instead}")
 
     @abstractmethod
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Add a and b, and their scales. Returns the dimensions that are contiguous in a and b."""
 
-    def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
+    def place_outputs(self, prepared: Preparation, x: GemmOperands) -> bool:
         """Add c and d. Returns whether TMA can write them."""
         outputs = {name: layouts.flat(x.tensors[name]) for name in ("c", *MATRICES, "d") if name in x.tensors}
         for name, tensor in outputs.items():
             row = layouts.row_stride(tensor)
-            found.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
+            prepared.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
         return all(map(layouts.tma_writable, outputs.values()))
 
     def work(self, x: GemmOperands, device: int) -> Work:
         """The GEMM, after the launches that prepare its operands; and its cast, if that is a launch of its own."""
-        found = Preparation({name: name for name in x.tensors})
+        prepared = Preparation({name: name for name in x.tensors})
         for part in PARTS:
             if part.name in x.tensors and part.axes != "mn":
                 own = x.tensors[part.name]
-                found.strides[part.name] = own.stride() if part.axes == "n" else (_step(own),)
+                prepared.strides[part.name] = own.stride() if part.axes == "n" else (_step(own),)
         if x.epilogue:
-            found.numbers["alpha"] = x.alpha
+            prepared.numbers["alpha"] = x.alpha
         if "sfd" in x.tensors:
             *group, row, block = x.tensors["sfd"].stride()
-            found.strides["sfd"] = (*(each - x.m * row for each in group), row, block)
-        majors = self.place(found, x)
-        aligned = self.place_outputs(found, x)
+            prepared.strides["sfd"] = (*(each - x.m * row for each in group), row, block)
+        majors = self.place(prepared, x)
+        aligned = self.place_outputs(prepared, x)
         asked = spec(
             x.m,
             x.n,
@@ -304,8 +305,8 @@ class Gemm(Operation):
             x.op,
             options.whole_gpu(device),
             groups=x.groups,
-            alignment=x.size,
-            expected_m=x.size,
+            alignment=x.alignment,
+            expected_m=x.expected_m,
             scaling=x.scaling,
             majors=majors,
             output=DTYPES[x.tensors["d"].dtype],
@@ -315,12 +316,12 @@ class Gemm(Operation):
             compiled_dims=x.compiled_dims,
         )
         if size := kernels.memory_bytes(asked, arch.for_device(device)):
-            found.scratch["memory"] = ((size,), torch.uint8)
-            found.operands["memory"] = "memory"
+            prepared.scratch["memory"] = ((size,), torch.uint8)
+            prepared.operands["memory"] = "memory"
         product, cast = engine.launches(asked, device)
-        after = () if cast is None else (found.cast_of_product(cast),)
-        step = Step(product, found.strides, found.operands, found.numbers)
-        return Work((*found.steps, step, *after), found.scratch)
+        after = () if cast is None else (prepared.add_cast_of_product(cast),)
+        step = Step(product, prepared.strides, prepared.operands, prepared.numbers)
+        return Work((*prepared.steps, step, *after), prepared.scratch)
 
 
 def _step(x: Tensor) -> int:

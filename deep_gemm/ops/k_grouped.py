@@ -152,24 +152,26 @@ class KGrouped(Gemm):
             )
         return 0
 
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """BF16 is read as it is. For FP8, tensor maps of all groups are made first, and scales transposed if TMA cannot
         read them."""
         rows = {name: self._row_stride(name, x.tensors[name]) for name in ("a", "b")}
         if not self.is_scaled:
-            found.strides |= {name: (1, stride) for name, stride in rows.items()}
+            prepared.strides |= {name: (1, stride) for name, stride in rows.items()}
             return self.product.majors
-        found.row_scales("sfa", x.tensors["sfa"])
+        prepared.add_row_scales("sfa", x.tensors["sfa"])
         if x.scaling == BLOCKS:
-            found.strides["sfb"] = x.tensors["sfb"].stride()
+            prepared.strides["sfb"] = x.tensors["sfb"].stride()
         else:
-            found.row_scales("sfb", x.tensors["sfb"])
-        found.numbers["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
+            prepared.add_row_scales("sfb", x.tensors["sfb"])
+        prepared.numbers["blocks"] = x.tensors["sfa"].shape[1], x.tensors["sfb"].shape[1]
         maps = KGroupMapsSpec(x.groups, x.m, x.n, x.k if self.is_padded else 0)
-        found.scratch["maps"] = ((maps.bytes,), torch.uint8)
-        found.operands["maps"] = "maps"
+        prepared.scratch["maps"] = ((maps.bytes,), torch.uint8)
+        prepared.operands["maps"] = "maps"
         strides = {name: (stride, 1) for name, stride in rows.items() if stride}
-        found.steps.append(Step(maps, strides, {name: found.operands[name] for name in ("a", "b", "layout", "maps")}))
+        prepared.steps.append(
+            Step(maps, strides, {name: prepared.operands[name] for name in ("a", "b", "layout", "maps")})
+        )
         return self.product.majors
 
     def faults(self, x: GemmOperands) -> Sequence[Fault]:

@@ -132,7 +132,8 @@ def check_k_major(name: str, x: Tensor, k: str = "K") -> int:
 
 
 class Preparation:
-    """The launches before a GEMM; the places and strides of its operands after them; and its numbers."""
+    """The launches that prepare the operands of a GEMM, and what the GEMM then takes: for each operand where it is, an
+    operand of the call or a name in ``scratch``, and its strides; and the numbers of the step."""
 
     def __init__(self, operands: dict[str, str]) -> None:
         self.operands = operands
@@ -141,7 +142,7 @@ class Preparation:
         self.steps: list[Step] = []
         self.scratch: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
-    def values(self, name: str, x: Tensor) -> Major:
+    def add_values(self, name: str, x: Tensor) -> Major:
         """Add A or B of a dense product. FP8 is transposed first if it is not K-major, and 16-bit values are copied if
         TMA cannot read them. Returns the dimension that is contiguous then."""
         way, (rows, k) = addressed(x), x.shape
@@ -150,14 +151,14 @@ class Preparation:
             return "k" if way[1] == 1 else "mn"
         if x.element_size() == 1:
             columns = k
-            self._before(name, "transposed", TransposeBytesSpec(rows, k), x.stride(), (rows, k), x.dtype)
+            self._launch_before(name, "transposed", TransposeBytesSpec(rows, k), x.stride(), (rows, k), x.dtype)
         else:
             columns = (copy := CopySpec(rows, k)).padded_columns
-            self._before(name, "copied", copy, x.stride(), (rows, columns), x.dtype)
+            self._launch_before(name, "copied", copy, x.stride(), (rows, columns), x.dtype)
         self.strides[name] = (columns, 1)
         return "k"
 
-    def row_scales(self, name: str, sf: Tensor) -> None:
+    def add_row_scales(self, name: str, sf: Tensor) -> None:
         """Add scales (rows, blocks of K), or those of all groups, which kernels read as rows x (groups * blocks). They
         are transposed first if TMA cannot read them as they are."""
         *groups, rows, blocks = sf.shape
@@ -166,10 +167,10 @@ class Preparation:
             step = align(rows, 4)
             strides = sf.stride() if groups else (0, *sf.stride())
             transpose = TransposeSpec(rows, blocks, *groups)
-            self._before(name, "transposed", transpose, strides, (*groups, blocks, step), sf.dtype)
+            self._launch_before(name, "transposed", transpose, strides, (*groups, blocks, step), sf.dtype)
         self.strides[name] = (1, step)
 
-    def product_scales(self, name: str, sf: Tensor) -> None:
+    def add_product_scales(self, name: str, sf: Tensor) -> None:
         """Add scales (products, rows, blocks of K), which kernels read as one matrix of rows x blocks for each product.
         They are transposed first if TMA cannot read them as they are."""
         products, rows, blocks = sf.shape
@@ -179,17 +180,18 @@ class Preparation:
             step = align(rows, 4)
             apart = blocks * step
             transpose = TransposeSpec(rows, blocks, products)
-            self._before(name, "transposed", transpose, sf.stride(), (products, blocks, step), sf.dtype)
+            self._launch_before(name, "transposed", transpose, sf.stride(), (products, blocks, step), sf.dtype)
         self.strides[name] = (apart, 1, step)
 
-    def _before(
+    def _launch_before(
         self, name: str, done: str, spec: Spec, strides: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
+        """Add a launch that writes operand ``name`` to scratch memory, and let the GEMM read that."""
         place = self.operands[name] = f"{name} {done}"
         self.scratch[place] = (shape, dtype)
         self.steps.append(Step(spec, {"source": strides}, {"source": name, "target": place}))
 
-    def cast_of_product(self, spec: QuantizeSpec) -> Step:
+    def add_cast_of_product(self, spec: QuantizeSpec) -> Step:
         """The cast of the product to an FP8 d, and its scales. The product is in scratch memory then."""
         place, row = "float32 d", (spec.columns, 1)
         strides = {"x": row, "values": self.strides["d"], "scales": self.strides.pop("sfd")}

@@ -79,10 +79,11 @@ class MGrouped(Gemm):
         """
         given = self.given(arguments, named_arguments)
         named, form = self.named(given), given.get("form", "nt")
-        if self.is_masked:
-            size = check_expected_m("expected_m", given["expected_m"])
-        else:
-            size = checks.check_alignment(given["alignment"])
+        sizes = (
+            {"expected_m": check_expected_m("expected_m", given["expected_m"])}
+            if self.is_masked
+            else {"alignment": checks.check_alignment(given["alignment"])}
+        )
         epilogue, alpha = self.epilogue_of(given), given.get("alpha", 1.0)
         if epilogue.expression is not None:
             raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
@@ -123,7 +124,7 @@ class MGrouped(Gemm):
         _check_places(named)
         tensors = dict(zip(self.operands, named.values(), strict=True))
         op = self.name + PSUM * is_psum
-        more = {"groups": groups, "size": size, "epilogue": epilogue, "alpha": alpha}
+        more = {"groups": groups, **sizes, "epilogue": epilogue, "alpha": alpha}
         return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, **more)
 
     def _check_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
@@ -156,13 +157,13 @@ class MGrouped(Gemm):
             )
         return "mn", (1, other)
 
-    def place(self, found: Preparation, x: GemmOperands) -> tuple[Major, Major]:
+    def place(self, prepared: Preparation, x: GemmOperands) -> tuple[Major, Major]:
         """Scales of a are transposed first if TMA cannot read them as they are."""
-        found.strides["a"] = (layouts.check_k_major("a", x.tensors["a"]), 1)
-        major, found.strides["b"] = self._weights(x.tensors["b"])
+        prepared.strides["a"] = (layouts.check_k_major("a", x.tensors["a"]), 1)
+        major, prepared.strides["b"] = self._weights(x.tensors["b"])
         if self.is_scaled:
-            found.row_scales("sfa", x.tensors["sfa"])
-            found.strides["sfb"] = x.tensors["sfb"].stride()
+            prepared.add_row_scales("sfa", x.tensors["sfa"])
+            prepared.strides["sfb"] = x.tensors["sfb"].stride()
         return "k", major
 
     def faults(self, x: GemmOperands) -> Sequence[Fault]:
@@ -171,13 +172,13 @@ class MGrouped(Gemm):
         if self.is_masked:
             return device_values.counts(self.layout, layout, x.m, "rows of a group")
         if x.op.endswith(PSUM):
-            return device_values.ends(layout, x.m, x.size)
-        return device_values.labels(layout, x.groups, x.size)
+            return device_values.ends(layout, x.m, x.alignment)
+        return device_values.labels(layout, x.groups, x.alignment)
 
     def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""
         grouping = "psum" if x.op.endswith(PSUM) else self.product.grouping
-        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.size, finish=x.finish)
+        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.alignment, finish=x.finish)
 
     def special(self, x: GemmOperands) -> str:
         """Other libraries have no epilogues."""
@@ -189,7 +190,7 @@ class MGrouped(Gemm):
 
     def flops(self, x: GemmOperands) -> int:
         """Floating-point operations, for reports: of all rows, or in the masked form of those that are expected."""
-        rows = x.groups * min(x.size, x.m) if self.is_masked else x.m
+        rows = x.groups * min(x.expected_m, x.m) if self.is_masked else x.m
         return 2 * rows * x.n * x.k
 
 

@@ -73,11 +73,11 @@ class SkipHeadMid(Dense):
         tensors = dict(zip(self.operands, named.values(), strict=True))
         return HeadOperands(self.name, tensors, device, m, n, k, dims, BLOCKS, groups=heads, splits=splits)
 
-    def place_outputs(self, found: Preparation, x: GemmOperands) -> bool:
+    def place_outputs(self, prepared: Preparation, x: GemmOperands) -> bool:
         assert isinstance(x, HeadOperands)
-        found.numbers["heads"] = x.splits
+        prepared.numbers["heads"] = x.splits
         whole = all(columns % BOX == 0 for columns in (x.splits[0], x.splits[2]))
-        return super().place_outputs(found, x) and whole and x.splits[1] * x.tensors["d"].element_size() % 16 == 0
+        return super().place_outputs(prepared, x) and whole and x.splits[1] * x.tensors["d"].element_size() % 16 == 0
 
     def special(self, x: GemmOperands) -> str:
         return "columns that are left out"

@@ -19,8 +19,8 @@ Places: TypeAlias = Sequence[int]
 
 def entry_source(variants: Sequence[Operation]) -> str:
     """The source of the function ``entry`` with the parameters of ``variants`` (see `calls.entry`). It makes a warm
-    call, or calls `Calls.first`. Everything that `Operation.check`, `Operation.work` and the choice of a plan depend on
-    is in ``key`` or in ``rest``, or a change of it forgets all calls."""
+    call, or calls `Calls.not_warm`. Everything that `Operation.check`, `Operation.work` and the choice of a plan depend
+    on is in ``key`` or in ``rest``, or a change of it forgets all calls."""
     taken = [_own(parameter) for parameter in variants[0].entry_arguments]
     lines = [f"def entry({', '.join(taken)}):"]
     if redirects := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "redirects"]:
@@ -84,7 +84,7 @@ def _body(operation: Operation, calls: str) -> list[str]:
         "current_device() if device >= 0 else None",
         # None with gradients on, False without: `checks.check_tensors` warns where gradients end.
         "is_grad_enabled() and (" + " or ".join(f"{tensors[name]}.requires_grad" for name in written) + " or None)",
-        "choices.batch_invariant",
+        "options.batch_invariant",
     ]
     signed = [argument for name, argument in tensors.items() if name not in operation.unsigned]
     rest = [
@@ -107,14 +107,14 @@ def _body(operation: Operation, calls: str) -> list[str]:
         f"    call = {calls}.warm.get(key)",
         "except (TypeError, ValueError, AttributeError, RuntimeError, AssertionError):",
         # An argument is wrong, has no memory, or is a fake tensor. The check finds out which.
-        f"    {calls}.first(None, None, ({arguments},), ())",
+        f"    {calls}.not_warm(None, None, ({arguments},), ())",
         "    return",
         "if call is not None and call[0] == rest:",
         "    call[1]()",
         "else:",
         # An iterator in place of a pair is now exhausted. The check refuses it.
         *(f"    key = key if isinstance({own[name]}, (tuple, list)) else None" for name in pairs),
-        f"    {calls}.first(key, rest, ({arguments},), ({operands},))",
+        f"    {calls}.not_warm(key, rest, ({arguments},), ({operands},))",
     ]
 
 

@@ -80,7 +80,7 @@ class Calls:
         dropped. No lock is taken: a storage can be freed, and its promise end, at any moment."""
         self.warm, self.replays = {}, {}
 
-    def first(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
+    def not_warm(self, key: Any, rest: Any, arguments: tuple[Any, ...], tensors: tuple[Tensor, ...]) -> None:
         """A call that is not warm. If no key could be made, ``key`` is None and ``tensors`` is empty."""
         special = self.operation.has_operator and not _PLAIN.issuperset(map(type, tensors or (None,)))
         if special and operators.is_recorded(arguments):
@@ -277,7 +277,7 @@ def entry(*variants: Operation) -> Callable[..., None]:
         "traced": getattr(torch.ops, operators.NAMESPACE),
         "current_device": _current_device,
         "device_of": _DEVICE_OF,
-        "choices": options.current(),
+        "options": options.current(),
         "environment": environment(),
         "redirect": variants[0].redirect,
         "names": [parameter.name for parameter in variants[0].entry_arguments],

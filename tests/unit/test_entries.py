@@ -134,7 +134,7 @@ def test_an_entry_appears_in_tracebacks_with_its_lines(gpu: FakeGpu) -> None:
         deep_gemm.fp8_gemm_nt(1, 2, 3)  # type: ignore[arg-type]
     text = "".join(traceback.format_exception(caught.value))
     assert "<deep_gemm entry of fp8_gemm_nt" in text
-    assert "calls0.first(None, None, (a_, b_, d_, c_," in text
+    assert "calls0.not_warm(None, None, (a_, b_, d_, c_," in text
     assert "def entry(a_, b_, d_, c_, recipe_" in inspect.getsource(fp8)
 
 
