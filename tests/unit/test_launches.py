@@ -137,7 +137,9 @@ def test_dependent_launch_is_on_at_first_and_never_on_part_of_a_gpu(monkeypatch:
 
     def launch(whole_gpu: bool) -> bool:
         spec = ops.spec(1, 128, 128, 132, whole_gpu=whole_gpu)
-        engine.launch_record(SimpleNamespace(launch_plan=launched, spec=spec, device=0, function=None), {}, {}, 0)  # type: ignore[arg-type]
+        params = SimpleNamespace(arch="sm_90a")
+        plan: Any = SimpleNamespace(launch_plan=launched, spec=spec, params=params, device=0, function=None)
+        engine.launch_record(plan, {}, {}, 0)
         return asked[-1]
 
     assert (deep_gemm.get_pdl(), launch(whole_gpu=True), launch(whole_gpu=False)) == (True, True, False)

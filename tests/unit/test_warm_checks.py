@@ -27,7 +27,7 @@ def gpu(own: CustomGpu, gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Iterat
     real, fake = calls.engine.launch_record, gpu.launch
     monkeypatch.setattr(
         calls.engine,
-        "launch",
+        "launch_record",
         lambda plan, *others, **named: (real if hasattr(plan, "params") else fake)(plan, *others, **named),
     )
     monkeypatch.setattr(options, "num_sms_for", lambda device: options.current().num_sms or 132)
