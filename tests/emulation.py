@@ -63,7 +63,7 @@ class Emulated:
     ) -> None:
         """Runs a launch. Raises RuntimeError with what the emulator has to say."""
         strides = {name: tuple(x.stride()) for name, x in operands.items()}
-        plan = self.kernel.launch(self.params, spec, strides, numbers=numbers or {})
+        plan = self.kernel.launch_plan(self.params, spec, strides, numbers=numbers or {})
         kept: list[Any] = []
         for given in plan.parameters:
             if isinstance(given, Pointer):

@@ -302,6 +302,7 @@ def test_copies_are_padded_to_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     x = Dense("bf16_gemm_nt").check(at(3, 13, (13, 1)), at(5, 13, (13, 1)), empty(3, 5))
     monkeypatch.setattr("deep_gemm.options.num_sms_for", lambda device: 132)
     monkeypatch.setattr("deep_gemm.options.whole_gpu", lambda device: True)
+    monkeypatch.setattr("deep_gemm.arch.for_device", lambda device: SM90)
     work = Dense("bf16_gemm_nt").work(x, 0)
     assert work.scratch == {"a copied": ((3, 16), BF16), "b copied": ((5, 16), BF16)}
     assert work.steps[-1].strides == {"d": (5, 1), "a": (16, 1), "b": (16, 1)}
