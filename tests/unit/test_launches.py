@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_gemm
 from deep_gemm import InvalidInputError, ops
+from deep_gemm.arch import SM90
 from deep_gemm.ops import dense, k_grouped, m_grouped
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import addressed
