@@ -52,8 +52,7 @@ def _draw(app):
 
 
 def _prepare(app, name, source):
-    """Make two images of the theme of a chart, and of a picture with a dark variant, which GitHub shows as it is
-    written."""
+    """Make two images, one a theme, of a chart and of a picture with a dark variant, which GitHub shows as it is."""
 
     def images(found):
         paths = found.groupdict()
