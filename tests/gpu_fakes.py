@@ -17,6 +17,7 @@ from deep_gemm.ops import dense
 from deep_gemm.ops.batched import Batched, Summed
 from deep_gemm.ops.chain import Chain
 from deep_gemm.ops.dense import Dense
+from deep_gemm.ops.fp4 import Fp4Gemm
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.logits import MqaLogits
 from deep_gemm.ops.m_grouped import MGrouped
@@ -30,6 +31,7 @@ from deep_gemm.spec import (
     CombineSpec,
     CopySpec,
     DispatchSpec,
+    Fp4Spec,
     GemmSpec,
     KGroupMapsSpec,
     LogitsScheduleSpec,
@@ -49,7 +51,7 @@ KERNELS = {
     GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
     QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
     PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
-    DispatchSpec: "dispatch", CombineSpec: "combine",
+    DispatchSpec: "dispatch", CombineSpec: "combine", Fp4Spec: "fp4",
 }  # fmt: skip
 
 
@@ -102,7 +104,7 @@ class FakeGpu:
         self.checks: dict[type, Any] = {}
         """The original check of each operation."""
         of_logits = (MqaLogits, PagedMqaLogits, PagedMqaLogitsMetadata)
-        grouped = (MGrouped, KGrouped, Batched, Summed)
+        grouped = (MGrouped, KGrouped, Batched, Summed, Fp4Gemm)
         for operation in (Dense, SkipHeadMid, *grouped, Quantize, RowFunction, Chain, *of_logits):
             self.checks[operation] = operation.check
             monkeypatch.setattr(operation, "check", self.checked(operation))

@@ -17,7 +17,7 @@ from deep_gemm.aot import attention_layers, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import BATCHED, DENSE_OPS, FP8, FP8_OPS, GROUPED, OPS, Layer, LayerPlan
+from deep_gemm.aot.layers import BATCHED, DENSE_OPS, FP4_BLOCK, FP4_OPS, FP8, FP8_OPS, GROUPED, OPS, Layer, LayerPlan
 from deep_gemm.aot.outcomes import KernelsToBuild, Outcome, OutcomeLog, Progress, Summary
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -28,6 +28,7 @@ from deep_gemm.jit.cache.packable import PackedKernel
 from deep_gemm.kernels.row_kernels import ROWS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
 from deep_gemm.log import counted, log
+from deep_gemm.ops import fp4
 from deep_gemm.ops.epilogue import Epilogues, epilogues_of
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
@@ -60,6 +61,8 @@ def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."
         )
+    if k % FP4_BLOCK and op in FP4_OPS:
+        return f"K must be a multiple of {FP4_BLOCK}, the values of MXFP4 that share a scale, but it is {k}."
     largest = f"a dimension above {MAX_SIZE}" if groups == 1 else f"more than {MAX_SIZE} rows or columns of all groups"
     return f"{largest} is not supported." if groups * max(n, k) > MAX_SIZE else ""
 
@@ -95,6 +98,10 @@ def kernels_of(
 def _launches(shape: GemmShape, arch: archs.ArchSpec, card: Card, num_sms: int | None) -> Iterator[Spec]:
     """The launches of such a call on a card, in both positions of the switch for batch invariance, off first."""
     sms = num_sms or card.sms
+    if shape.op in FP4_OPS:
+        sizes, alignment = (shape.m, shape.n, shape.k), get_mk_alignment_for_contiguous_layout()
+        yield from fp4.specs(shape.op, *sizes, shape.groups, alignment, sms, sms >= card.sms)
+        return
     asked = spec_of(shape, arch, sms, sms >= card.sms)
     for invariant in (False, True):
         yield from casts.all_launches(replace(asked, batch_invariant=invariant), arch, card.calibration)
@@ -130,7 +137,8 @@ def choose(
         else:
             for params in found:
                 wanted.setdefault(params, []).append(shape)
-    helpers = {name for asking in wanted.values() for shape in asking for name in ops.helpers(shape.op)}
+    asked = {shape.op for asking in wanted.values() for shape in asking}
+    helpers = {name for op in asked for name in (fp4.helpers(op) if op in FP4_OPS else ops.helpers(op))}
     able = [kernel for kernel in map(kernels.get, sorted(helpers)) if arch in kernel.archs]
     wanted |= {params: [] for kernel in able for params in kernel.precompile_cases(spec)}
     try:

@@ -13,13 +13,16 @@ from deep_gemm.aot.headers import WIDE, Stored
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import (
     ALSO_ALONE,
+    BF16_FP4,
     COLUMN,
+    FP4_BLOCK,
+    FP4_OPS,
     FP8,
+    FP8_FP4,
     GROUPED,
     HYPER,
     JOINED,
     KNOWN,
-    MXFP4,
     OPS,
     STAYS,
     LayerPlan,
@@ -148,6 +151,8 @@ def _to_run(base: str, weight: Weight, dtype: str, kept: set[str], op: str) -> W
     """The weight with its operation. `kept` are the dtypes of quantised weights of the checkpoint."""
     if dtype not in WIDE and TABLES.search(base):
         return replace(weight, why_not="engines look its rows up.", elsewhere=True)
+    if weight.op in FP4_OPS:  # activations are as wide as the other weights
+        return replace(weight, op=FP8_FP4 if any(each.startswith("F8") for each in kept) else BF16_FP4)
     if dtype not in WIDE or weight.why_not:
         return weight
     own, runs = base.rpartition(".")[2], FP8 if kept else op or OPS.get(dtype, FP8)
@@ -212,6 +217,11 @@ def _named(modules: Mapping[str, dict[str, Weight]]) -> Iterator[tuple[str, dict
 
 def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored]) -> Weight | None:
     """None if the tensor is no weight of a linear layer."""
+    scale = scales.of_weight(base, tensors)
+    if last in ("weight", "weight_packed") and stored.dtype in ("I8", "U8") and len(stored.shape) == 2:
+        n, k = stored.shape
+        if n and k and scale is not None and scale.shape == (n, 2 * k // FP4_BLOCK):
+            return Weight((n,), 2 * k, op=FP8_FP4)
     if last in ("qweight", "weight_packed") and len(stored.shape) == 2:
         rows, columns = stored.shape
         groups = tensors.get(f"{base}.scales")
@@ -223,9 +233,6 @@ def _weight(base: str, last: str, stored: Stored, tensors: Mapping[str, Stored])
     n, k = stored.shape
     if stored.dtype in WIDE:
         return Weight((n,), k)
-    scale = scales.of_weight(base, tensors)
-    if stored.dtype in ("I8", "U8") and scale is not None and scale.shape == (n, k // 16):
-        return Weight((n,), 2 * k, MXFP4)
     op, why_not = scales.operation(base, stored, tensors)
     return Weight((n,), k, why_not, op=op)
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import MXFP4, Weight
+from deep_gemm.aot.layers import FP8, FP8_FP4, Weight
 from deep_gemm.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def modules(text: Mapping[str, Any], x: ModelConfig) -> tuple[list[Module], list
 def expert(text: Mapping[str, Any], x: ModelConfig, quantised: bool) -> Module:
     """One routed expert."""
     dtype = text.get("expert_dtype") or ("fp4" if quantised else "")
-    why_not = MXFP4 if dtype == "fp4" else ""
+    why_not, op = "", FP8_FP4 if dtype == "fp4" else FP8
     if quantised and dtype not in ("fp4", "fp8"):
         why_not = f"the expert_dtype {shown(dtype)} is not known."
-    weights = _mlp(x.hidden_size, x.need("moe_intermediate_size"), why_not)
+    weights = _mlp(x.hidden_size, x.need("moe_intermediate_size"), why_not, op)
     return "experts", "ffn.experts.0", weights, list(range(len(_ratios(text, x))))
 
 
@@ -97,9 +97,9 @@ def _compressor(size: int, hidden: int, ratio: int) -> dict[str, Weight]:
     return {name: Weight((rows,), hidden, _WIDE, elsewhere=True) for name in ("wkv", "wgate")}
 
 
-def _mlp(hidden: int, size: int, why_not: str = "") -> dict[str, Weight]:
+def _mlp(hidden: int, size: int, why_not: str = "", op: str = FP8) -> dict[str, Weight]:
     return {
-        "w1": Weight((size,), hidden, why_not),
-        "w3": Weight((size,), hidden, why_not),
-        "w2": Weight((hidden,), size, why_not),
+        "w1": Weight((size,), hidden, why_not, op=op),
+        "w3": Weight((size,), hidden, why_not, op=op),
+        "w2": Weight((hidden,), size, why_not, op=op),
     }

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from deep_gemm.aot.layers import (
     BATCHED_OPS,
+    FP4_GROUPED,
+    FP4_GROUPED_OPS,
     GROUPED,
     GROUPED_OPS,
     Degree,
@@ -17,6 +19,8 @@ from deep_gemm.aot.layers import (
     layers_of,
 )
 from deep_gemm.errors import InvalidInputError, UnsupportedError
+
+_IN_GROUPS = GROUPED | FP4_GROUPED
 
 ALIGNMENT = 128
 """The starts of groups and the number of all rows are multiples of this by default: each adds up to 127 rows."""
@@ -57,7 +61,7 @@ def plan(
     copies, padding = ep * (chosen or groups), (groups + 1) * (ALIGNMENT - 1)
     found: list[Layer] = []
     for layer in one.layers:
-        if layer.why_not or layer.op not in GROUPED:
+        if layer.why_not or layer.op not in _IN_GROUPS:
             why_not = layer.why_not or f"experts run in FP8 or bfloat16, and {layer.op} has no form with groups."
             found.append(replace(layer, why_not=why_not, groups=groups))
             continue
@@ -70,11 +74,11 @@ def plan(
 def in_groups(layer: Layer, groups: int) -> list[Layer]:
     """A layer with a weight for each of `groups`: once for each form, or only for the form that its operation names.
     Raises UnsupportedError if its operation has no form with groups."""
-    if layer.op in (*GROUPED_OPS, *BATCHED_OPS):
+    if layer.op in (*GROUPED_OPS, *FP4_GROUPED_OPS, *BATCHED_OPS):
         return [replace(layer, groups=groups)]
-    if layer.op not in GROUPED:
+    if layer.op not in _IN_GROUPS:
         raise UnsupportedError(
             f"{layer.op} has no form with groups, but a shape has {groups} groups. Give one group, or another op: "
             f"{', '.join((*GROUPED, *GROUPED_OPS, *BATCHED_OPS))}."
         )
-    return [replace(layer, op=op, groups=groups) for op in GROUPED[layer.op]]
+    return [replace(layer, op=op, groups=groups) for op in _IN_GROUPS[layer.op]]

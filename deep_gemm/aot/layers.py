@@ -34,6 +34,14 @@ GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8,
 """The operations that multiply by one weight for each group, by the operation that multiplies by one weight."""
 GROUPED_OPS = tuple(op for ops in GROUPED.values() for op in ops)
 
+FP8_FP4, BF16_FP4 = "fp8_fp4_gemm_nt", "bf16_fp4_gemm_nt"
+"""MXFP4 weights by activations in FP8, or in bfloat16."""
+FP4_GROUPED = {op: tuple(f"m_grouped_{op}_{form}" for form in FORMS) for op in (FP8_FP4, BF16_FP4)}
+FP4_GROUPED_OPS = tuple(op for ops in FP4_GROUPED.values() for op in ops)
+FP4_OPS = (*FP4_GROUPED, *FP4_GROUPED_OPS)
+FP4_BLOCK = 32
+"""Values along K that share a scale."""
+
 
 BATCHED = {FP8: "fp8_bmm", OPS["bfloat16"]: "bf16_bmm", OPS["float16"]: "fp16_bmm"}
 """The operations that multiply rows of each group of heads by a weight of its own, by the operation of one weight."""
@@ -44,7 +52,7 @@ BATCHED_OPS = (*BATCHED.values(), ABSORBED)
 
 def is_masked(op: str) -> bool:
     """Whether M of `op` is the room of each group, of which the first rows are used. Otherwise M is all rows."""
-    return op in GROUPED_OPS and op.endswith("masked")
+    return op in (*GROUPED_OPS, *FP4_GROUPED_OPS) and op.endswith("masked")
 
 
 def check_op(op: str, grouped: bool = False) -> None:
@@ -184,9 +192,6 @@ EINSUM = frozenset(["wo_a"])
 
 KNOWN = COLUMN | ROW | WHOLE | EINSUM
 
-MXFP4 = "its weights are 4-bit floats (MXFP4)."
-"""Why no kernel for Hopper serves such weights."""
-
 STAYS = frozenset(["eh_proj", "fc", "in_proj_ba", "in_proj_b", "in_proj_a"])
 """Layers that keep 16 bits when a model is cast to FP8: what joins the next token to the hidden state (eh_proj, fc),
 and those with two rows for each head. In a model of 16 bits they are layers like others."""
@@ -292,10 +297,11 @@ def divided(size: int, parts: int, what: str, heads: int = 0, degree: Degree = T
 
 
 def _broken(dimension: str, sizes: Sequence[int], tp: int, op: str, degree: Degree) -> str:
-    bad = next((size for size in sizes if size % BLOCK), 0) if op == FP8 else 0
+    block = BLOCK if op == FP8 else FP4_BLOCK if op in FP4_OPS and dimension == "K" else 1
+    bad = next((size for size in sizes if size % block), 0)
     if not bad:
         return ""
     return (
-        f"{dimension} on each of {tp} GPUs is {bad}, no multiple of {BLOCK}, so that two GPUs would share the scale of "
+        f"{dimension} on each of {tp} GPUs is {bad}, no multiple of {block}, so that two GPUs would share the scale of "
         f"one block. {degree.advice}"
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from deep_gemm.aot import deepseek_v4, experts, inputs
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, JOINED, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
+from deep_gemm.aot.layers import FP4_OPS, FP8, JOINED, OPS, STAYS, LayerPlan, Weight, absorbed, check_op, layers_of
 from deep_gemm.aot.quantization import Format, Kind, config_of, format_of
 from deep_gemm.errors import InvalidInputError
 
@@ -347,7 +347,8 @@ def _formatted(form: Format, module: Module, op: str) -> Iterator[dict[str, Weig
 
 def _of_kind(weight: Weight, kind: Kind | None) -> Weight:
     if kind is not None:
-        return replace(weight, why_not=weight.why_not or kind.why_not, op=kind.op)
+        op = weight.op if weight.op in FP4_OPS else kind.op
+        return replace(weight, why_not=weight.why_not or kind.why_not, op=op)
     if weight.why_not:
         return weight
     return replace(weight, why_not="quantization_config leaves it as it is.", elsewhere=True)
@@ -369,4 +370,5 @@ def unquantised(name: str, weight: Weight, op: str) -> Weight:
     """The weight called `name` of a model without a quantization_config, whose layers run `op`."""
     served = name in STAYS and op in OPS.values()
     left = weight.elsewhere and not served
+    op = weight.op if weight.op in FP4_OPS else op
     return replace(weight, op=op, why_not="" if served else weight.why_not, elsewhere=left)

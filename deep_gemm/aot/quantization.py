@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deep_gemm.aot.inputs import shown
-from deep_gemm.aot.layers import FP8, ROWWISE
+from deep_gemm.aot.layers import BF16_FP4, FP8, ROWWISE
 from deep_gemm.aot.patterns import compiled
 from deep_gemm.errors import InvalidInputError
 
@@ -18,7 +18,6 @@ OTHERS = {
     "gptq": "4-bit integers (GPTQ)",
     "auto-round": "4-bit integers (AutoRound)",
     "bitsandbytes": "bitsandbytes' own format",
-    "mxfp4": "4-bit floats (MXFP4)",
     "hqq": "HQQ's own format",
     "gguf": "GGUF's own format",
     "compressed_int8": "8-bit integers",
@@ -85,7 +84,8 @@ class Names:
         ):  # fmt: skip
             if count > most:
                 raise InvalidInputError(f"{where} of quantization_config has {count} {kind}: {most} at most.")
-        ready = [re.compile("|".join(map(fnmatch.translate, wild)))] if wild else []
+        whole = [each for name in wild for each in (name, f"{name}.*")]  # and what is in such a module
+        ready = [re.compile("|".join(map(fnmatch.translate, whole)))] if wild else []
         for entry, pattern in patterns:
             try:
                 ready.append(compiled(pattern))
@@ -173,6 +173,8 @@ def format_of(config: Any) -> Format:
         kinds = ((None, _fp8(config)),)
     elif isinstance(method, str) and method in PER_ROW:
         kinds = ((None, Kind(ROWWISE)),)
+    elif method == "mxfp4":
+        kinds = ((None, Kind(BF16_FP4)),)
     elif isinstance(method, str) and method in OTHERS:
         kinds = ((None, Kind(why_not=f"its weights are {OTHERS[method]}.")),)
     else:

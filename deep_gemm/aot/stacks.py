@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from deep_gemm.aot import scales
 from deep_gemm.aot.headers import WIDE, Stored
-from deep_gemm.aot.layers import COLUMN, JOINED, MXFP4, ROW, Weight
+from deep_gemm.aot.layers import BF16_FP4, COLUMN, JOINED, ROW, Weight
 
 FOUR_BITS = "_blocks"
 """How the names of MXFP4 weights end: (experts, N, K / 32, 16), two values a byte."""
@@ -29,7 +29,7 @@ def weights(module: str, found: Mapping[str, Stored], tensors: Mapping[str, Stor
     for own, stored in found.items():
         if own.endswith(FOUR_BITS):
             _, n, blocks, width = stored.shape
-            made[own.removesuffix(FOUR_BITS)] = Weight((n,), 2 * blocks * width, MXFP4)
+            made[own.removesuffix(FOUR_BITS)] = Weight((n,), 2 * blocks * width, op=BF16_FP4)
         else:
             plain[own] = stored
     ways = [way for way in (False, True) if _fits({own: _sizes(x, way) for own, x in plain.items()}, hidden)]

@@ -15,6 +15,9 @@ from deep_gemm.aot.layers import (
     BATCHED,
     BATCHED_OPS,
     DENSE_OPS,
+    FP4_BLOCK,
+    FP4_GROUPED_OPS,
+    FP4_OPS,
     FP8,
     FP8_OPS,
     GROUPED,
@@ -76,6 +79,9 @@ class GemmShape:
     def bytes_moved(self) -> int:
         """Each operand, its scales and a 16-bit output once: the least that must be moved."""
         m, k, n, weights = self.rows, self.k, self.n, self.groups * self.n * self.k
+        if self.op in FP4_OPS:
+            of_a = m * k + 4 * m * -(-k // 128) if "fp8" in self.op else 2 * m * k
+            return of_a + weights // 2 + weights // FP4_BLOCK + 2 * m * n
         if self.op not in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
             return 2 * (m * k + weights + m * n)
         blocks = -(-k // 128)
@@ -84,7 +90,8 @@ class GemmShape:
         return m * k + weights + 2 * m * n + 4 * blocks * (m + self.groups * -(-n // 128))
 
     def __str__(self) -> str:
-        groups = f" in {counted(self.groups, 'group')}" if self.op in (*GROUPED_OPS, *BATCHED_OPS) else ""
+        grouped = self.op in (*GROUPED_OPS, *FP4_GROUPED_OPS, *BATCHED_OPS)
+        groups = f" in {counted(self.groups, 'group')}" if grouped else ""
         finished = f" with {self.epilogue}" if self.epilogue else ""
         return f"{self.m} x {self.n} x {self.k}{groups}" + ("" if self.op == FP8 else f" of {self.op}") + finished
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -231,6 +233,35 @@ def expected_m(value: Any) -> int:
     known = m_grouped.check_expected_m("expected_m", value)
     tiles = [height for height in TOKENS if value <= height]
     return tiles[0] if tiles else known
+
+
+def specs(
+    op: str, m: int, n: int, k: int, groups: int, alignment: int, num_sms: int, whole_gpu: bool
+) -> Iterator[Fp4Spec]:
+    """Specs of all calls of ``op`` with up to so many rows, in each form of weights: whatever rows are expected, and
+    whether batch invariance is on. ``op`` ends in the form of groups."""
+    form = op.removeprefix("m_grouped_").partition("_gemm_nt")[2].lstrip("_")
+    grouping = {"": "none", "contiguous": "contiguous", "contiguous_psum": "psum", "masked": "masked"}[form]
+    rows = [height for height in TOKENS if height < m] + [m]
+    base = Fp4Spec(
+        *(m, n, k, "e4m3" if "fp8_fp4" in op else "bf16"),
+        groups=groups,
+        grouping=grouping,
+        alignment=alignment if grouping in ("contiguous", "psum") else 1,
+        num_sms=num_sms,
+        whole_gpu=whole_gpu,
+    )
+    for absolute, invariant, count in product((False, True), (False, True), rows):
+        asked = replace(base, absolute=absolute, batch_invariant=invariant)
+        if grouping == "masked":
+            yield replace(asked, expected_m=count)
+        else:
+            yield replace(asked, m=count)
+
+
+def helpers(op: str) -> tuple[str, ...]:
+    """The kernels that may run before the product of ``op``."""
+    return ("transpose_scales",) if "fp8_fp4" in op else ()
 
 
 def is_fp4(b: Any) -> bool:

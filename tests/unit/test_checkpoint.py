@@ -29,7 +29,7 @@ from model_cases import (
     write,
 )
 
-from deep_gemm.aot import headers, model, workload
+from deep_gemm.aot import headers, layers, model, workload
 from deep_gemm.aot.layers import FORMS, FP8, GROUPED, ROWWISE, LayerPlan
 from deep_gemm.errors import InvalidInputError
 
@@ -282,13 +282,18 @@ def test_experts_that_cannot_be_served(tmp_path: Path) -> None:
     tensors |= wide("model.layers.0.self_attn.o_proj 2880x4096")
     mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
     found = plan(tmp_path, tensors, GPT_OSS | {"quantization_config": mxfp4})
-    said = "its weights are 4-bit floats (MXFP4)."
-    assert {layer.name: (layer.n, layer.k, layer.why_not) for layer in found.layers} == {
-        "experts.gate_up_proj": (5760, 2880, said),
-        "experts.down_proj": (2880, 2880, said),
-        "o_proj": (2880, 4096, "it stays in BF16."),
+    assert {(layer.name, layer.op, layer.n, layer.k) for layer in found.served} == {
+        (f"experts.{name}", op, n, 2880)
+        for name, n in (("gate_up_proj", 5760), ("down_proj", 2880))
+        for op in layers.FP4_GROUPED[layers.BF16_FP4]
     }
-    assert len(found.problems) == 2
+    assert [layer.why_not for layer in found.layers if layer.name == "o_proj"] == ["it stays in BF16."]
+    assert not found.problems
+    by_config = model.plan(GPT_OSS | {"quantization_config": mxfp4})
+    assert {x for x in by_config.served if x.groups > 1} == {x for x in found.served if x.groups > 1}
+    assert {x.name for x in by_config.layers if x.why_not} == {"qkv_proj", "o_proj"}
+    split = model.plan(GPT_OSS | {"quantization_config": mxfp4}, 8)
+    assert all("is 360, no multiple of 32" in x.why_not for x in split.layers if x.name == "experts.down_proj")
 
 
 @pytest.mark.parametrize("number", ["65536", "10000000000", "9" * 5000])

@@ -12,17 +12,18 @@ from gpu_fakes import FakeGpu
 from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile
 
 import deep_gemm
-from deep_gemm import Epilogue
+from deep_gemm import Epilogue, quantize
 from deep_gemm.aot import build, inputs, workload
-from deep_gemm.aot.layers import Layer
+from deep_gemm.aot.layers import FP4_GROUPED, Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
 from deep_gemm.kernels.row_kernels import ROWS
+from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
-from deep_gemm.spec import RowsSpec
+from deep_gemm.spec import Fp4Spec, RowsSpec
 
 
 def test_parse_sizes() -> None:
@@ -145,6 +146,45 @@ def test_experts_are_compiled_with_an_epilogue_too(gpu: FakeGpu, text: str) -> N
     (shape,) = (shape for shape in found if shape.op == "m_grouped_fp8_gemm_nt_contiguous")
     assert asked == build.spec_of(shape, SM90, asked.num_sms)
     assert any(shape.op == "fp8_gemm_nt" for shape in found)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_calls_with_mxfp4_weights_compile_nothing(gpu: FakeGpu, kind: str, wide: bool, invariant: bool) -> None:
+    """Whatever rows are expected in the room of a group."""
+    n, k, groups = 192, 160, 3
+    made = [Layer("x", n, k, op=op, groups=3) for op in FP4_GROUPED[f"{kind}_fp4_gemm_nt"]]
+    made.append(Layer("dense", n, k, op=f"{kind}_fp4_gemm_nt"))
+    made = [dataclasses.replace(each, ms=(512,)) if "masked" in each.op else each for each in made]
+    work = build.choose(workload.shapes(workload.for_every_m(made, 512), ()), num_sms=132)
+    assert not work.impossible
+    packed, scales = torch.zeros(groups, n, k // 2, dtype=torch.uint8), torch.full((groups, n, k // 32), 120).byte()
+    scales[0, 0, 0] = 255 if wide else 120
+    b = deep_gemm.transform_fp4_weights(packed, scales, kind)
+    prefix, of = f"m_grouped_{kind}_fp4_gemm_nt", torch.bfloat16
+    deep_gemm.set_batch_invariant(invariant)
+    try:
+        for m in (1, 8, 9, 17, 25, 33, 65, 200, 512):
+            x, d = torch.zeros(m, k).to(of), torch.zeros(m, n).to(of)
+            one = type(b)(*(each[0] for each in b))
+            getattr(deep_gemm, f"{kind}_fp4_gemm_nt")(x if kind == "bf16" else quantize.rows(x), one, d)
+        room, d = torch.zeros(groups, 512, k).to(of), torch.zeros(groups, 512, n).to(of)
+        values, sf = quantize.rows(room.view(-1, k))
+        given: Any = room if kind == "bf16" else (values.view(room.shape), sf.contiguous().view(groups, 512, -1))
+        counts = torch.zeros(groups, dtype=torch.int32)
+        for expected in (1, 8, 9, 24, 30, 64, 65, 512):
+            getattr(deep_gemm, f"{prefix}_masked")(given, b, d, counts, expected)
+        x, d = torch.zeros(384, k).to(of), torch.zeros(384, n).to(of)
+        for layout, psum in ((torch.zeros(384, dtype=torch.int32), False), (counts, True)):
+            given = x if kind == "bf16" else quantize.rows(x)
+            getattr(deep_gemm, f"{prefix}_contiguous")(given, b, d, layout, use_psum_layout=psum)
+    finally:
+        deep_gemm.set_batch_invariant(False)
+    specs = [x.spec for x in gpu.launched if isinstance(x.spec, Fp4Spec)]
+    asked = {FP4.params(spec, FP4.config_of(spec, SM90), SM90) for spec in specs}
+    assert len(asked) > 7
+    assert asked <= set(work.kernels)
 
 
 def test_scales_of_powers_of_two_are_those_of_a_d_of_fp8() -> None:
