@@ -75,6 +75,7 @@ def whole_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Options of a GPU with 132 SMs."""
     monkeypatch.setattr("deep_gemm.options.num_sms_for", lambda device: 132)
     monkeypatch.setattr("deep_gemm.options.whole_gpu", lambda device: True)
+    monkeypatch.setattr("deep_gemm.arch.for_device", lambda device: SM90)
 
 
 def test_scratch_of_masked_scales_is_padded_to_16_bytes(whole_gpu: None) -> None:
