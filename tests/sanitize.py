@@ -27,6 +27,7 @@ import batched_cases
 import batched_mutations
 import epilogue_mutations
 import epilogue_runs
+import fp4_runs
 import gated_mutations
 import gated_runs
 import grouped_mutations
@@ -81,7 +82,7 @@ def chosen(every: int) -> list[KernelParams]:
 
 def everyone(every: int) -> list[KernelParams]:
     """All but grouped and batched GEMMs and casts: dense GEMMs, logits, the prenorm product, functions of rows."""
-    return [*chosen(every), *OTHERS, *EPILOGUES, *logit_runs.RUNS, *rows_runs.RUNS]
+    return [*chosen(every), *OTHERS, *EPILOGUES, *logit_runs.RUNS, *rows_runs.RUNS, *fp4_runs.BY_PARAMS]
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
@@ -122,6 +123,8 @@ def is_right_alone(params: KernelParams, function: Function, stream: int) -> boo
         return logit_runs.Run(params, logit_runs.RUNS[params], function, launches=2).is_right()
     if params in rows_runs.RUNS:
         return rows_runs.RUNS[params].is_right(function, launches=2)
+    if params in fp4_runs.BY_PARAMS:
+        return fp4_runs.BY_PARAMS[params].is_right(function, launches=2)
     if params in EPILOGUES:
         return epilogue_runs.is_right(params, function)
     return run_other(params, function, stream) if params in OTHERS else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import batched_mutations
 import epilogue_mutations
+import fp4_mutations
 import gated_mutations
 import grouped_mutations
 import half_mutations
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.long
 
 MODULES: tuple[Any, ...] = (
     mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations, batched_mutations, rows_mutations,
-    epilogue_mutations, gated_mutations,
+    epilogue_mutations, gated_mutations, fp4_mutations,
 )  # fmt: skip
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]
 

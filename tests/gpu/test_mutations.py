@@ -7,6 +7,8 @@ import batched_cases
 import batched_mutations
 import epilogue_mutations
 import epilogue_runs
+import fp4_mutations
+import fp4_runs
 import gated_mutations
 import gated_runs
 import grouped_mutations
@@ -118,6 +120,10 @@ def rows(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict
     return {"result": run.is_right(load(params, binary))}
 
 
+def fp4(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
+    return {"result": fp4_runs.BY_PARAMS[params].is_right(load(params, binary))}
+
+
 def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> dict[str, bool]:
     if params.grouping != "none":
         return {"result": grouped_runs.is_right(params, builder)}
@@ -127,6 +133,7 @@ def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
     mutations: plain, scaled_mutations: scaled, half_mutations: half, grouped_mutations: grouped,
     batched_mutations: batched, gated_mutations: gated, rows_mutations: rows, epilogue_mutations: finished,
+    fp4_mutations: fp4,
 }  # fmt: skip
 """The layers of the oracle that say whether a kernel is right, by the mutations and their kernels."""
 

@@ -1,0 +1,53 @@
+"""Device code of MXFP4 weights broken on purpose, as in `mutations.py`."""
+
+from fp4_runs import RUNS
+from mutation import Mutation
+
+KERNELS = {name: run.params for name, run in RUNS.items()}
+
+_SPLIT = ("fp8 split", "bf16 split")
+_FP8 = ("fp8", "fp8 masked", "fp8 split", "psum")
+_BF16 = ("bf16", "bf16 masked", "index")
+_STREAM = ("fp8", "bf16", "fp8 masked", "bf16 masked", "fp8 absolute", "index", "psum")
+_RELATIVE = ("fp8", "bf16", "fp8 masked", "bf16 masked", "index", "psum")
+
+# fmt: off
+MUTATIONS = [
+    Mutation("leave A's scales out", "fp4_products.cuh", "sum[i] += products[i] * scale[i / 4 * 2 + i % 2];",
+             "sum[i] += products[i];", _FP8),
+    Mutation("take the neighbour's scale of A", "fp4_products.cuh", "products[i] * scale[i / 4 * 2 + i % 2]",
+             "products[i] * scale[i / 4 * 2]", _FP8),
+    Mutation("multiply the first half of a block by all weights", "fp4_products.cuh", "a1, b + step_of(2), 1)",
+             "a1, b, 1)", (*_RELATIVE, *_SPLIT)),
+    Mutation("keep the sums of the tile before", "fp4_products.cuh", "kPromotes ? 0 : keep", "kPromotes ? 0 : 1",
+             _BF16),
+    Mutation("take the upper row's exponent for the lower", "fp4_products.cuh", "f1 = words.power(1, kS)",
+             "f1 = words.power(0, kS)", ("fp8 absolute", "bf16 absolute")),
+    Mutation("read staged tokens unswizzled", "fp4_products.cuh", "(thread % 8 ^ y % 8) * 16", "thread % 8 * 16",
+             tuple(RUNS)),
+    Mutation("swap the tokens of a pair", "fp4_products.cuh", "pack_bf16(v[0] * f0, v[1] * f0)",
+             "pack_bf16(v[1] * f0, v[0] * f0)", tuple(RUNS)),
+    Mutation("take the exponents of the second 32 for the first", "fp4_weights.cuh",
+             "exponents[0] >> (16 * h + 4 * s) & 15", "exponents[0] >> (16 * h + 4 * (s ^ 1)) & 15",
+             (*_RELATIVE, *_SPLIT)),
+    Mutation("take the exponents of the row below", "fp4_weights.cuh", "+ lane / 4 * 4;", "+ (lane / 4 ^ 1) * 4;",
+             tuple(RUNS)),
+    Mutation("leave the signs of a word's second codes out", "fp4_weights.cuh", "| ((w << 4) & 0x80808080u)", "",
+             (*_FP8, "fp8 absolute")),
+    Mutation("rotate a word's second pair too far", "fp4_weights.cuh", "__funnelshift_r(w, w, 3)",
+             "__funnelshift_r(w, w, 6)", (*_BF16, "bf16 absolute", "bf16 split")),
+    Mutation("leave the second block of a stage out", "fp4_gemm.cuh",
+             "if (unit * 2 + 1 < arg.blocks)\n          Products",
+             "if (unit * 2 + 3 < arg.blocks)\n          Products", (*_STREAM, "bf16 absolute")),
+    Mutation("forget what other CTAs have summed up", "fp4_gemm.cuh",
+             "if (walk.k1 < walk.units) add_tails(walk, sum, consumer, thread);", "", ("fp8", "bf16", "fp8 absolute")),
+    Mutation("take the upper row's factor for the lower", "fp4_gemm.cuh",
+             "f1 = __ldg(factors + warp * 16 + lane / 4 + 8);", "f1 = f0;", _RELATIVE),
+    Mutation("take the first group's weights for all", "fp4_gemm.cuh",
+             "((static_cast<u64>(group) * arg.pieces + min_of(index", "((0 * group + min_of(index",
+             ("fp8 masked", "bf16 masked", "bf16 absolute", "index", "psum")),
+    Mutation("take the first group's scales of A", "fp4_gemm.cuh", "masked * arg.blocks);", "0);", ("fp8 masked",)),
+    Mutation("take the upper row's factor for the lower where K is split", "fp4_split.cuh", "f1 = __ldg(factors + 8)",
+             "f1 = __ldg(factors)", _SPLIT),
+]
+# fmt: on
