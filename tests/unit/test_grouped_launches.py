@@ -10,6 +10,7 @@ from gpu_fakes import FakeGpu
 from grouped_cases import call
 
 import deep_gemm
+from deep_gemm.arch import SM90
 from deep_gemm.ops import table
 from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.layouts import scales_stride
