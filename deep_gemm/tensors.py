@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -88,6 +88,17 @@ def _without_memory(x: Tensor, by_torch: bool) -> str:
 def is_fake(tensors: Iterable[Any]) -> bool:
     """Whether one of them is a fake tensor, with which `torch.compile` traces: it has a shape, but no data."""
     return any(is_fake_type(type(tensor)) for tensor in tensors)
+
+
+def refuse_unwritten(outputs: Mapping[str, Any], tensors: Iterable[Any]) -> None:
+    """Refuse an output with memory if one of ``tensors`` is fake: nothing is computed then, and it would keep what it
+    held."""
+    wrong = [name for name, output in outputs.items() if isinstance(output, Tensor) and not is_fake([output])]
+    if wrong and is_fake(tensors):
+        raise InvalidInputError(
+            f"{wrong[0]} has memory, but other tensors are fake, so that nothing would be written to it. Make all of "
+            "them under one FakeTensorMode."
+        )
 
 
 def is_fake_type(kind: type) -> bool:

@@ -17,6 +17,7 @@ from deep_gemm.runtime.calls import Operation, Parameter
 from ..errors import InvalidInputError, UnsupportedError
 from ..parts import Parts
 from ..spec import Scaling
+from ..tensors import refuse_unwritten
 from . import checks, layouts
 from .checks import shape_of
 
@@ -59,7 +60,8 @@ def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
         operators.record(_OPERATION, (a, b, d, c, form))
         return
     a, b, device = _checked(**_OPERATION[0].given((a, b, d, c, form), {}))
-    if checks.is_fake((a, b, d)) or d.numel() == 0:
+    if checks.is_fake((a, b, d, c)) or d.numel() == 0:
+        refuse_unwritten({"d": d}, (a, b, c))
         return
     if device.type == "cpu":
         half_gemm_reference(a, b, d, c)

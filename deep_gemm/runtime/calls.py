@@ -27,7 +27,7 @@ from deep_gemm.runtime.monitor import Call
 from deep_gemm.runtime.operation import SCRATCH, Operands, Operation, Parameter, Step, Work
 from deep_gemm.settings import environment, settings
 from deep_gemm.spec import GemmSpec
-from deep_gemm.tensors import is_fake_type
+from deep_gemm.tensors import is_fake_type, refuse_unwritten
 
 __all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
 
@@ -55,6 +55,16 @@ class _DeviceOf(dict[type, Callable[[Any], int]]):
 
 
 _DEVICE_OF = _DeviceOf()
+
+
+def _check_unwritten(operation: Operation, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> None:
+    """See `refuse_unwritten`."""
+    named: dict[str, Any] = {}
+    for parameter, value in zip(parameters, arguments, strict=True):
+        parts = {f"{parameter.name}[{i}]": x for i, x in enumerate(value)} if isinstance(value, (tuple, list)) else {}
+        named |= parts or {parameter.name: value}
+    outputs = [operation.operands.get(name, "") for name in operation.outputs or (operation.output,)]
+    refuse_unwritten({name: named[name] for name in outputs if name in named}, named.values())
 
 
 class Calls:
@@ -92,6 +102,7 @@ class Calls:
             return
         x = self.operation.check(*arguments)
         if x is None:
+            _check_unwritten(self.operation, self._variants[0].arguments, arguments)
             return
         if x.device.type == "cpu":
             self.operation.check_values(x)

@@ -9,6 +9,7 @@ import house
 import pytest
 import torch
 from public_calls import CALLS, OTHERS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_gemm
 from deep_gemm import InvalidInputError
@@ -136,6 +137,18 @@ def test_a_transform_of_torch_is_refused_in_words(name: str) -> None:
 
         with pytest.raises(InvalidInputError, match=r"torch\.func\.vmap"):
             torch.func.vmap(mapped)(torch.stack([x, x]))
+
+
+@pytest.mark.parametrize("name", [name for name in filter(of_kernels, CALLS) if re.search("gemm|bmm|einsum", name)])
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_an_output_with_memory_among_fake_tensors_is_refused(name: str) -> None:
+    """It would keep what it holds, since nothing is computed of fake tensors."""
+    made = CALLS[name]
+    for operand in made.tensors().keys() - {"d"}:
+        tensors = made.tensors()
+        tensors[operand] = FakeTensorMode().from_tensor(tensors[operand])
+        with pytest.raises(InvalidInputError, match=r"d(\[0\])? has memory, but other tensors are fake"):
+            made.call(tensors)
 
 
 class Tagged(torch.Tensor):
