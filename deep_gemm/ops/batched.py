@@ -216,8 +216,8 @@ def _instead(named: Mapping[str, Tensor], form: str) -> str:
     """What to do where sizes disagree, as a sentence; "" if no single change makes them agree."""
     a, b, d = (x.shape for x in named.values())
     for name, (i, j) in itertools.product("ab", ((1, 2), (0, 1), (0, 2))):
-        turned = named[name].transpose(i, j).shape
-        if _sizes((turned, b, d) if name == "a" else (a, turned, d), form):
+        transposed = named[name].transpose(i, j).shape
+        if _sizes((transposed, b, d) if name == "a" else (a, transposed, d), form):
             return f" They agree with {name}.transpose({i}, {j}): pass that."
     if _sizes((b, a, d), form):
         return " They agree with a and b swapped."

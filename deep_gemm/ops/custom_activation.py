@@ -124,11 +124,11 @@ def in_torch(expression: Expression, tensors: Mapping[str, Tensor]) -> Callable[
             zip((*expression.rows, *expression.columns), expression.labels, strict=True)
         ):
             is_row = at < len(expression.rows)
-            named[name] = _upright(tensors[label][where[not is_row]], is_row)
+            named[name] = _as_row_or_column(tensors[label][where[not is_row]], is_row)
         for name, is_row in (("row", True), ("column", False)):
             if expression.uses(name):
                 start, size = where[not is_row].start or 0, x.shape[not is_row]
-                named[name] = _upright(torch.arange(start, start + size, device=x.device), is_row)
+                named[name] = _as_row_or_column(torch.arange(start, start + size, device=x.device), is_row)
         found = reference(x, **named)
         if not isinstance(found, Tensor) or found.shape != x.shape:
             what = f"one of {shape_of(found)}" if isinstance(found, Tensor) else kind_of(found)
@@ -141,5 +141,5 @@ def in_torch(expression: Expression, tensors: Mapping[str, Tensor]) -> Callable[
     return activated
 
 
-def _upright(x: Tensor, is_row: bool) -> Tensor:
+def _as_row_or_column(x: Tensor, is_row: bool) -> Tensor:
     return x.reshape(-1, 1) if is_row else x.reshape(1, -1)

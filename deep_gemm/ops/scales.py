@@ -205,9 +205,9 @@ def _wanted(kind: str, rows: int, blocks: int) -> tuple[int, int]:
 def check_scales_shape(name: str, sf: Tensor, wanted: tuple[int, ...], meaning: str, more: str = "") -> None:
     """Refuse scales of another shape. ``more`` says what to do, if it is not the usual."""
     if tuple(sf.shape) != wanted:
-        is_turned = len(wanted) > 1 and tuple(sf.mT.shape if sf.dim() > 1 else sf.shape) == wanted
+        is_transposed = len(wanted) > 1 and tuple(sf.mT.shape if sf.dim() > 1 else sf.shape) == wanted
         cast = "per_token_cast_to_fp8" if meaning.startswith("one per row") else "per_block_cast_to_fp8"
-        more = " They are transposed: pass .mT of them." if is_turned else more or f" {cast} returns such scales."
+        more = " They are transposed: pass .mT of them." if is_transposed else more or f" {cast} returns such scales."
         raise InvalidInputError(
             f"the scales of {name} must have the shape {wanted}, {meaning}, but they have {shape_of(sf)}.{more}"
         )

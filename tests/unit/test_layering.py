@@ -15,8 +15,7 @@ MAX_LINES = 600
 # Every module belongs to the first layer with a matching prefix; it may import its own layer and those before it. The
 # device code is data, and any layer may read it.
 LAYERS: list[tuple[str, ...]] = [
-    ("deep_gemm.errors", "deep_gemm.listeners", "deep_gemm.log", "deep_gemm.names", "deep_gemm.records",
-        "deep_gemm.setting_values"),
+    ("deep_gemm.errors", "deep_gemm.listeners", "deep_gemm.log", "deep_gemm.names", "deep_gemm.records"),
     ("deep_gemm.settings", "deep_gemm.templates"), ("deep_gemm.advice",),
     ("deep_gemm.runtime.__init__", "deep_gemm.runtime.timer", "deep_gemm.tensors"),
     ("deep_gemm.jit", "deep_gemm.params", "deep_gemm.spec", "deep_gemm.parts", "deep_gemm.expression"),
