@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,9 @@ from ..arch import ArchSpec
 from ..errors import DeepGemmError, UnsupportedError
 from ..kernels.gemm import GemmFamily
 from ..params import GemmConfig
+from ..runtime import engine
 from ..settings import settings
+from ..spec import GemmSpec
 from .accuracy import examine
 from .registry import Dims, Operation, get_kernel, get_operation, operation_names
 from .results import Result
@@ -45,13 +48,13 @@ SIZES: Mapping[tuple[str, ...], tuple[Dims, ...]] = {
 }
 """The shapes of each kind of operation: few rows, and many. Float64 is slow on most cards."""
 
-FORCED: Mapping[tuple[str, ...], Dims] = {
-    ("M", "N", "K"): (137, 520, 528),
-    ("groups", "mean rows", "N", "K"): (3, 70, 520, 640),
-    ("groups", "mean K", "M", "N"): (3, 200, 264, 520),
-    ("rows", "heads", "K", "N"): (37, 3, 256, 128),
+FORCED: Mapping[tuple[str, ...], tuple[Dims, ...]] = {
+    ("M", "N", "K"): ((137, 520, 528), (13, 520, 1040)),
+    ("groups", "mean rows", "N", "K"): ((3, 70, 520, 640),),
+    ("groups", "mean K", "M", "N"): ((3, 200, 264, 520),),
+    ("rows", "heads", "K", "N"): ((37, 3, 256, 128),),
 }
-"""Shapes with ragged edges, in which families are forced."""
+"""Shapes with ragged edges, in which families are forced. Some take few rows only."""
 
 TILES = 4
 """Tiles of a family that are forced for an operation, from the smallest to the largest."""
@@ -181,14 +184,15 @@ def _force(
     found = Family(family.name)
     configs = sorted(family.configs(arch), key=lambda config: math.prod(config.tile))
     steps = {round(index * (len(configs) - 1) / (TILES - 1)) for index in range(TILES)}
-    for op in map(get_operation, operation_names()):
-        if op.dims not in FORCED or found.calls >= 2 * TILES:
-            continue
+    every = [(op, dims) for op in map(get_operation, operation_names()) for dims in FORCED.get(op.dims, ())]
+    for op, dims in every:
+        if found.calls >= 2 * TILES:
+            break
         if time.monotonic() > end:
             report.late.append(family.name)
             break
         progress(f"{family.name}: {op.name}")
-        for result in _forced(op, device, [configs[index] for index in sorted(steps)]):
+        for result in _forced(op, dims, device, family, [configs[index] for index in sorted(steps)], arch):
             found.calls += 1
             if isinstance(result, str):
                 found.wrong.append(result)
@@ -197,12 +201,22 @@ def _force(
     report.families.append(found)
 
 
-def _forced(op: Operation, device: torch.device, configs: list[GemmConfig]) -> Iterator[float | str]:
+def _forced(
+    op: Operation, dims: Dims, device: torch.device, family: GemmFamily, configs: list[GemmConfig], arch: ArchSpec
+) -> Iterator[float | str]:
     """For each config that can compute the operation: the error as a part of its bound, or what is wrong."""
-    dims = FORCED[op.dims]
     operands = op.make(dims, device)
+    try:
+        with options.only(configs.__contains__):
+            _result(op, operands)
+            specs = [spec for spec in engine.planned() if isinstance(spec, GemmSpec)]
+    except UnsupportedError:
+        return
+    able = [(spec, config) for spec in specs for config in configs if family.fits(spec, config)]
+    with ThreadPoolExecutor() as pool:  # so that calls find them on disk
+        list(pool.map(lambda each: engine.build(family.params(each[0], each[1], arch)), able))
     exact = allowed = None
-    for config in configs:
+    for config in dict.fromkeys(config for _, config in able):
         where = f"{op.name} {'x'.join(map(str, dims))} in {config}"
         try:
             with options.only(config.__eq__):

@@ -71,7 +71,7 @@ def command(
 def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sass: bool) -> dict[str, Any]:
     from deep_gemm import arch as archs
     from deep_gemm import kernels, select
-    from deep_gemm.aot import build
+    from deep_gemm.aot import build, cards
     from deep_gemm.kernels import epilogues
     from deep_gemm.runtime import engine
     from deep_gemm.select import casts
@@ -85,7 +85,8 @@ def examine(shape: GemmShape, arch: str, num_sms: int | None, top: int, with_sas
     casting = both and casts.casting(asked, spec)
     if both and casting and casting.launches == 2:
         asked = both[0]
-    ranked = select.rank(asked, spec)
+    known = None if spec is archs.DEFAULT else cards.default(num_sms, arch)[0].calibration
+    ranked = select.rank(asked, spec, known)
     params = engine.kernel_params(asked, ranked[0].config, spec)
     binary = engine.build(params)
     post_pass = kernels.get(params.kernel).post_pass(params)

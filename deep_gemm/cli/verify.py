@@ -59,12 +59,15 @@ def show(report: Report, environment: dict[str, str], out: Console) -> None:
         lines.append([row.op, row.shape, bound, duration(row.us), *ratio])
     out.print(table("operations, single calls with a cold L2", COLUMNS, lines))
     out.print("")
-    rows = [[each.name, each.calls - len(each.wrong), f"{each.of_allowed:.2f}"] for each in report.families]
+    called = [each for each in report.families if each.calls]
+    rows = [[each.name, f"{each.calls - len(each.wrong)} of {each.calls}", f"{each.of_allowed:.2f}"] for each in called]
     if rows:
         out.print(table("families, each with several tiles", ("family", "right", "of the bound"), rows))
         out.print("")
     for op, why in report.refused.items():
         fact(out, "no kernel", f"{op}: {why}")
+    if left := ", ".join(each.name for each in report.families if not each.calls):
+        fact(out, "not forced", f"{left}: no operation that is compared here uses them")
     if report.late:
         fact(out, "left out", f"there was no time for {', '.join(report.late)}")
     for why in report.wrong:

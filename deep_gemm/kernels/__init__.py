@@ -94,25 +94,14 @@ def _able(families: Sequence[KernelT], spec: Spec, arch: ArchSpec | None) -> lis
     if elsewhere and arch is not None:
         targets = ", ".join(dict.fromkeys(name for family in elsewhere for name in family.archs))
         names = ", ".join(family.name for family in elsewhere)
+        from .gemm import instead  # here: casts need none of it
+
         raise UnsupportedError(
             f"There is no kernel for {spec}. It needs another GPU than {arch.name}: {names} can be built for {targets} "
-            f"only. {_instead(spec)}{WITHOUT_KERNELS}"
+            f"only. {instead(spec)}{WITHOUT_KERNELS}"
         )
     listed = " ".join(f"{family.name}: {reason}." for family, reason in here.items())
     raise UnsupportedError(f"There is no kernel for {spec}. {listed}")
-
-
-def _instead(spec: Spec) -> str:
-    """What all GPUs compute in place of ``spec``, as a sentence; "" if nothing comes near it."""
-    if not isinstance(spec, GemmSpec):
-        return ""
-    if spec.epilogue.is_gated:
-        return "Multiply without the gate, and call deep_gemm.fused.silu_and_mul. "
-    if spec.d.dtype == "e4m3":
-        return "Write a bfloat16 d, and cast it by deep_gemm.quantize.rows. "
-    if spec.a.dtype == "e4m3" and spec.b.scaling != "128x128" and spec.grouping == "none":
-        return "Scales of 1 x 128 for a and 128 x 128 for b are for all GPUs. "
-    return ""
 
 
 def _reason(family: KernelFamily, spec: Spec, arch: ArchSpec | None) -> str | None:

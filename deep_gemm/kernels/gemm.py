@@ -328,3 +328,16 @@ def _costs(
 ) -> tuple[Costs, Mapping[str, float], int]:
     found = family.rules.costs(config, output, aligned, scaling)
     return found, constant_features(found, config), family.arch.num_sms
+
+
+def instead(spec: Spec) -> str:
+    """What all GPUs compute in place of ``spec``, as a sentence; "" if nothing comes near it."""
+    if not isinstance(spec, GemmSpec):
+        return ""
+    if spec.epilogue.is_gated:
+        return "Multiply without the gate, and call deep_gemm.fused.silu_and_mul. "
+    if spec.d.dtype == "e4m3":
+        return "Write a bfloat16 d, and cast it by deep_gemm.quantize.rows. "
+    if spec.a.dtype == "e4m3" and spec.b.scaling != "128x128" and spec.grouping == "none":
+        return "Scales of 1 x 128 for a and 128 x 128 for b are for all GPUs. "
+    return ""

@@ -177,6 +177,11 @@ def is_planned(spec: Spec, device: int) -> bool:
     return (spec, device) in _plans
 
 
+def planned() -> list[Spec]:
+    """The specs of all plans, that is of calls since an option changed."""
+    return [spec for spec, _ in _plans]
+
+
 def forget_plans() -> None:
     """Forget all plans, so that configs are chosen again; loaded kernels stay loaded."""
     with _lock:
@@ -246,7 +251,7 @@ def ranked_configs(spec: GemmSpec, device: int) -> list[select.Choice]:
     count, and by the model."""
     arch, known = archs.for_device(device), calibration_of(device)
     if (wanted := options.wanted()) is not None:
-        found = [config for config in select.legal(spec, arch) if wanted(config)]
+        found = select.legal(spec, arch, wanted)
         if not found:
             raise UnsupportedError(f"No config that is wanted can compute {spec}.")
         return select.order(spec, found, known)

@@ -7,7 +7,7 @@ keeps changing, ranks rarely. What the constants were measured by: docs/measurem
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .. import kernels
@@ -176,7 +176,9 @@ def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     return found or [config for _, configs in able for config in configs]
 
 
-def legal(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
-    """Every legal config that can run ``spec``, fast or slow: for surveys and tuners."""
+def legal(
+    spec: GemmSpec, arch: ArchSpec, wanted: Callable[[GemmConfig], bool] = lambda config: True
+) -> list[GemmConfig]:
+    """Every legal config that can run ``spec``, fast or slow, and that is ``wanted``: for surveys and tuners."""
     families = kernels.for_spec(spec, arch)
-    return [config for family in families for config in family.fitting(spec, family.legal(arch))]
+    return [config for family in families for config in family.fitting(spec, filter(wanted, family.legal(arch)))]

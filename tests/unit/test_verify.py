@@ -1,12 +1,15 @@
 """`deep-gemm doctor --verify`, without a GPU: torch's reference takes the place of our kernels."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
+from gpu_fakes import FakeGpu
 
-from deep_gemm import arch, backends, options, quantize
+from deep_gemm import arch, backends, kernels, options, quantize
 from deep_gemm.backends import verify
 from deep_gemm.backends.registry import get_operation, operation_names
 from deep_gemm.cli.app import app
@@ -30,7 +33,7 @@ SMALL = {
 def test_every_operation_has_shapes() -> None:
     dims = {get_operation(op).dims for op in operation_names()}
     assert set(verify.SIZES) == set(SMALL) == dims
-    for of_dims, shapes in [*verify.SIZES.items(), *((kind, (shape,)) for kind, shape in verify.FORCED.items())]:
+    for of_dims, shapes in [*verify.SIZES.items(), *verify.FORCED.items()]:
         able = [get_operation(op) for op in operation_names() if get_operation(op).dims == of_dims]
         assert all(op.refuses(shape) == "" for op in able for shape in shapes)
 
@@ -114,3 +117,29 @@ def test_a_family_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     with options.only(lambda config: False), pytest.raises(UnsupportedError, match="No config that is wanted"):
         engine.ranked_configs(asked, 0)
     assert options.wanted() is None
+
+
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=pytest.mark.long), "sm_80"])
+def test_families_are_forced_one_after_the_other(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a faked GPU, whose kernels do nothing: so each forced call is wrong, and says which config it had."""
+    plan = engine.plan
+    FakeGpu(monkeypatch)
+    launch = type("Launch", (), {"__call__": lambda self: None, "at": lambda self, addresses: None})()
+    binary = SimpleNamespace(name="", key="", layer="", compiler="", source_path="", resources=None, seconds={})
+    monkeypatch.setattr(engine, "plan", plan)
+    monkeypatch.setattr(engine, "_plans", {})
+    monkeypatch.setattr(engine.debug_record, "add_plan", lambda *_: None)
+    monkeypatch.setattr(engine, "build", lambda params: binary)
+    monkeypatch.setattr(engine, "load", lambda *_: (SimpleNamespace(symbol="", device=0), binary))
+    monkeypatch.setattr(engine, "launch_record", lambda *_, **__: launch)
+    monkeypatch.setattr(arch, "for_device", lambda device: arch.get(target))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    report, spec = verify.Report(target), arch.get(target)
+    for family in kernels.gemms().values():
+        if target in family.archs:
+            verify._force(report, family, CPU, spec, math.inf, lambda text: None)
+    assert len(report.families) == sum(target in family.archs for family in kernels.gemms().values())
+    for found in report.families:
+        assert len(found.wrong) == found.calls
+        assert all(f"family='{found.name}'" in why for why in found.wrong)
+    assert sum(found.calls > 1 for found in report.families) >= 0.75 * len(report.families)
