@@ -46,8 +46,8 @@ def test_errors_by_kind(tmp_path: Path) -> None:
 
 def test_a_lock_that_never_comes_is_counted(tmp_path: Path) -> None:
     build = builder(tmp_path / "root", lock_limit=0.05)
-    plan = build._plan(request())
-    with DiskCache(tmp_path / "root").lock(plan.addresses[0], 1.0) as held:
+    asked = build._resolved(request())
+    with DiskCache(tmp_path / "root").lock(asked.addresses[0], 1.0) as held:
         assert held
         build.build(request())
     assert (build.stats["lock_timeout"], build.stats["compiled"]) == (1, 1)

@@ -31,7 +31,7 @@ def bodies(root: Path) -> set[str]:
 
 def folder(root: Path, source: str) -> Path:
     build = builder(root)
-    return DiskCache(root).directory(build._plan(request(source=source)).addresses[0])
+    return DiskCache(root).directory(build._resolved(request(source=source)).addresses[0])
 
 
 def age(path: Path, hours: float) -> None:
@@ -119,9 +119,9 @@ def test_use_is_noted_once_an_hour_without_the_filesystem(root: Path, monkeypatc
 def test_what_is_locked_or_being_written_stays(root: Path) -> None:
     build = builder(root)
     build.build(request(source="int locked;"))
-    DiskCache(root).reserve(build._plan(request(source="int young;")).addresses[0], "int young;")
+    DiskCache(root).reserve(build._resolved(request(source="int young;")).addresses[0], "int young;")
     with (
-        DiskCache(root).lock(build._plan(request(source="int locked;")).addresses[0], 1.0) as held,
+        DiskCache(root).lock(build._resolved(request(source="int locked;")).addresses[0], 1.0) as held,
         settings.override(cache_limit=10),
     ):
         assert held

@@ -56,7 +56,7 @@ def lock_files(root: Path) -> list[str]:
 def lock_of(build: Builder, source: str) -> Path:
     disk = build.disk()
     assert disk is not None
-    address = build._plan(request(source=source)).addresses[0]
+    address = build._resolved(request(source=source)).addresses[0]
     return disk.root / "locks" / f"{address.arch}-{address.key}.lock"
 
 
@@ -76,7 +76,7 @@ def test_a_filesystem_without_locks_costs_nothing(root: Path, no_flock: None) ->
     assert lock_files(root) == []
     # Eviction and repair work without locks, too.
     disk = DiskCache(root)
-    (disk.directory(build._plan(request(source=bodies[0])).addresses[0]) / "kernel.cubin").write_bytes(b"")
+    (disk.directory(build._resolved(request(source=bodies[0])).addresses[0]) / "kernel.cubin").write_bytes(b"")
     assert [item.done for item in maintenance.delete_bad(disk, maintenance.verify(disk))] == [True]
     assert [item.done for item in maintenance.prune(disk, max_bytes=0)] == [True, True]
 
@@ -157,7 +157,7 @@ def test_no_lock_file_stays(root: Path, kind_of_lock: str) -> None:
     assert lock_files(root) == [], "a killed process's goes with the next one"
     left.touch()
     disk = DiskCache(root)
-    with disk.lock(build._plan(request()).addresses[0], 0.0) as held:
+    with disk.lock(build._resolved(request()).addresses[0], 0.0) as held:
         assert held
         disk.clear()
         assert lock_files(root) == [lock_of(build, "int body;\n").name] * (kind_of_lock == "files")
