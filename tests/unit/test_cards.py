@@ -28,32 +28,42 @@ NK = ((2112, 7168), (7168, 2304), (512, 7168), (6144, 4096))
 
 def needed(spec: GemmSpec) -> KernelParams:
     """The kernel of a call with this spec on the faked GPU."""
-    return engine.kernel_params(spec, engine.ranked_configs(spec, 0)[0].config, SM90)
+    return engine.kernel_params(spec, engine.ranked_configs(spec, 0)[0].config, arch.for_device(0))
 
 
-def put_in(monkeypatch: pytest.MonkeyPatch, device: str, sms: int) -> None:
+def put_in(monkeypatch: pytest.MonkeyPatch, device: str, sms: int, target: str = SM90.name) -> None:
     """A GPU of this model takes the place of CUDA device 0."""
-    found = SimpleNamespace(name=device, multi_processor_count=sms, major=9, minor=0)
+    major, minor = arch.get(target).capability
+    found = SimpleNamespace(name=device, multi_processor_count=sms, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(arch, "for_device", lambda index: SM90)
+    monkeypatch.setattr(arch, "for_device", lambda index: arch.get(target))
 
 
-@pytest.mark.parametrize("op", ops.NAMES)
-@pytest.mark.parametrize("sheet", sheets.of_arch(SM90.name), ids=lambda sheet: sheet.name)
+ELSEWHERE = ("fp8_gemm_nt", "m_grouped_bf16_gemm_nt_masked")
+"""Operations that are tried on other cards than Hopper's."""
+CALLS = [
+    pytest.param(sheet, op, id=f"{op}-{sheet.name}")
+    for sheet in sheets.SHEETS
+    for op in (ops.NAMES if sheet.arch == SM90.name else ELSEWHERE)
+]
+
+
+@pytest.mark.parametrize(("sheet", "op"), CALLS)
 def test_calls_on_a_card_need_no_other_kernel(sheet: sheets.Sheet, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every operation of layers, at some M of each size, with and without batch invariance, on all SMs and on
     some."""
-    put_in(monkeypatch, sheet.device, sheet.sms)
+    put_in(monkeypatch, sheet.device, sheet.sms, sheet.arch)
     draw = random.Random(f"{sheet.name} {op}")
     groups = 32 if op in GROUPED_OPS else 1
     everyone = representatives(16384)
     ms = draw.sample(everyone[:24], 3) + draw.sample(everyone[24:80], 3) + draw.sample(everyone[80:], 3)
     shapes = [GemmShape(m, *draw.choice(NK), op=op, groups=groups) for m in ms]
     for part in (0, 20):
-        ahead = build.choose(shapes, num_sms=sheet.sms - part if part else None, on=cards.parse([sheet.name])).kernels
-        by_default = build.choose(shapes, num_sms=sheet.sms - part if part else None).kernels
+        asked_sms, on = sheet.sms - part if part else None, cards.parse([sheet.name], sheet.arch)
+        ahead = build.choose(shapes, sheet.arch, asked_sms, on).kernels
+        by_default = build.choose(shapes, sheet.arch, asked_sms).kernels
         assert ahead.keys() <= by_default.keys(), "the GPU that is here is always prepared for"
         for shape, invariant in itertools.product(shapes, (False, True)):
             spec = ops.spec(
