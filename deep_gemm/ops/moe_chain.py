@@ -95,7 +95,8 @@ class Experts(Chain):
         """Dispatch, the product with gate and up, SwiGLU if it is a launch of its own, the product with down, and the
         sums."""
         _check(given)
-        if checks.is_fake([given["x"]]):  # their number of tokens may be unknown
+        # The number of fake tokens may be unknown. Without tokens nothing writes the counts that products read.
+        if checks.is_fake([given["x"]]) or given["x"].shape[0] == 0:
             return Links((), Layout(), Layout(), False)
         (tokens, top_k), (experts, double, width) = given["topk_idx"].shape, given["gate_up"].shape
         inner, choices, before = double // 2, tokens * top_k, bool(given["before_cast"])

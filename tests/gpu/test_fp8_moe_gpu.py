@@ -1,4 +1,4 @@
-"""`fp8_moe` on a GPU: beside float64, beside separate calls bit for bit, in graphs, and with changing counts."""
+"""`fp8_moe` and DeepGEMM's layer on a GPU: beside float64 and separate calls, in graphs, and with changing counts."""
 
 import random
 from typing import Any
@@ -10,7 +10,7 @@ from moe_cases import ERROR, SIZES, exact, problem, relative
 from torch import Tensor
 
 import deep_gemm
-from deep_gemm import nn, quantize
+from deep_gemm import mega_moe, nn, quantize
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 LARGE = [(1, 256, 8, 1024, 256), (64, 256, 8, 1024, 256), (300, 64, 6, 2048, 512), (4096, 256, 8, 512, 128)]
@@ -122,3 +122,64 @@ def test_a_stored_layer_is_near_the_one_in_training_mode(hidden: int) -> None:
     x = torch.randn(300, 256, device=DEVICE).bfloat16()
     with torch.no_grad():
         assert relative(stored(x).cpu(), made(x).double().cpu()) < 0.02
+
+
+def filled(given: dict[str, Any], most: int = 256) -> tuple[Any, Any]:
+    """A buffer with the tokens, and the weights as `fp8_mega_moe` takes them."""
+    experts, double, width = given["gate_up"][0].shape
+    top_k = given["topk_idx"].shape[1]
+    buffer = mega_moe.get_symm_buffer_for_mega_moe(None, experts, most, top_k, width, double // 2)
+    fill(buffer, given)
+    return buffer, mega_moe.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
+
+
+def fill(buffer: Any, given: dict[str, Any], rows: slice = slice(None)) -> None:
+    own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
+    x, chosen, weights = (given[name][rows] for name in ("x", "topk_idx", "topk_weights"))
+    mega_moe.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x), routed_scaling_factor=2.5)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 2, 256, 128), (64, 32, 8, 512, 256), (200, 16, 6, 256, 128)], ids=str)
+def test_deepgemms_layer_is_as_on_the_cpu_and_repeats(sizes: tuple[int, ...]) -> None:
+    """Within FP8's bounds of float64, the same bits 100 times, and counts of rows that are added up."""
+    given = problem(*sizes)
+    buffer, weights = filled(on_gpu(given))
+    stats = torch.zeros(sizes[1], dtype=torch.int32, device=DEVICE)
+    found = [torch.empty(sizes[0], sizes[3], device=DEVICE).bfloat16() for _ in range(100)]
+    for y in found:
+        mega_moe.fp8_mega_moe(y, *weights, buffer, cumulative_local_expert_recv_stats=stats, activation_clamp=2.0)
+    assert all(torch.equal(y, found[0]) for y in found)
+    assert relative(found[0].cpu(), 2.5 * exact(**given, clamp=2.0)) < ERROR
+    assert stats.tolist() == [100 * int((given["topk_idx"] == expert).sum()) for expert in range(sizes[1])]
+
+
+def test_one_graph_of_deepgemms_layer_serves_all_counts() -> None:
+    """As SGLang calls it: the tokens that a buffer has change between replays, and the others are no expert's."""
+    given = large(200, 32, 4, 512, 256)
+    buffer, weights = filled(given)
+    y = torch.empty(256, 512, device=DEVICE).bfloat16()
+    mega_moe.fp8_mega_moe(y, *weights, buffer)
+    graph, whole = torch.cuda.CUDAGraph(), y.clone()
+    with torch.cuda.graph(graph):
+        mega_moe.fp8_mega_moe(y, *weights, buffer)
+    for count in (0, 1, 63, 64, 65, 200):
+        fill(buffer, given, slice(count))
+        graph.replay()
+        assert torch.equal(y[:count], whole[:count])
+        assert not y[count:].any()
+
+
+@pytest.mark.limit(300)
+def test_a_thousand_calls_of_deepgemms_layer() -> None:
+    rng, given = random.Random(2), large(200, 32, 4, 512, 256)
+    buffer, weights = filled(given)
+    wanted = torch.empty(200, 512, device=DEVICE).bfloat16()
+    mega_moe.fp8_mega_moe(wanted, *weights, buffer)
+    wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(1000):
+        count = rng.randint(0, 200)
+        fill(buffer, given, slice(count))
+        y = torch.empty(max(count, 1), 512, device=DEVICE).bfloat16()
+        mega_moe.fp8_mega_moe(y, *weights, buffer, num_tokens_bound=200)
+        wrong += (y[:count].view(torch.int16) != wanted[:count].view(torch.int16)).sum()
+    assert wrong.item() == 0
