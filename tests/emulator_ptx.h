@@ -221,6 +221,13 @@ void multiply(const char* what, Product own, const Element& element) {
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, 2, from_bf16)
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, 2, from_f16)
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32, 4, from_e4m3)
+// With a scale for 32 of K of each row of A and column of B. Kernels give ones alone.
+inline void ptx_mma_sync_aligned_m16n8k32_row_col_kind_mxf8f6f4_block_scale_scale_vec_1X_f32_e4m3_e4m3_f32_ue8m0(
+    float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3,
+    u32 scale_a, u16 byte_a, u16 thread_a, u32 scale_b, u16 byte_b, u16 thread_b) {
+  if (scale_a != 0x7f7f7f7f || scale_b != 0x7f7f7f7f || byte_a | thread_a | byte_b | thread_b) cta::fail("scales that are not ones");
+  ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3);
+}
 
 // ---- global memory, registers and conversions
 

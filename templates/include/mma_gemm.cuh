@@ -21,7 +21,7 @@ struct MmaGemmLayout {
   using Tile = Constants;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kDepth = Tile::kDepth };
   enum : u32 { kWarpsM = Tile::kWarpsM, kWarpsN = Tile::kWarpsN, kThreads = kWarpsM * kWarpsN * 32 };
-  enum : bool { kScaled = Tile::kMma == kMmaE4m3 || Tile::kMma == kMmaWidened, kSwapped = Tile::kSwapped, kSplits = kSwapped };
+  enum : bool { kScaled = Tile::kMma >= kMmaE4m3, kSwapped = Tile::kSwapped, kSplits = kSwapped };
   enum : u32 { kSize = kScaled ? 1 : 2, kSteps = kDepth / 32, kBlockK = kDepth / kSize };  // bytes of an element; steps and elements of a block
   static_assert(!kScaled || (kDepth == 128 && kBlockN <= 128), "a tile has one scale of B in a block of K");
   using A = MmaOperand<kBlockM, kDepth, Tile::kMnMajorA, kThreads>;

@@ -33,7 +33,9 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
 TILES = kernels.gemm_family("mma_gemm").serving
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda tile: "x".join(map(str, tile)))
+@pytest.mark.parametrize(
+    "tile", [pytest.param(tile, marks=[pytest.mark.long] * (i % 3 > 0), id=str(tile)) for i, tile in enumerate(TILES)]
+)
 def test_each_tile(make: Make, tile: tuple[Any, ...]) -> None:
     emulated = make(case("mma_gemm", tile))
     check_dense(emulated, tile[0] + 36, tile[1] + 8, 5 * tile[2] + 20)
@@ -81,7 +83,7 @@ def test_few_rows(make: Make, tile: tuple[Any, ...], options: dict[str, Any]) ->
         check_dense(emulated, min(m, 64), n, k, backwards=True)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89"])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", pytest.param("sm_120a", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("family", "tile", "options"),
     [
@@ -170,3 +172,45 @@ def test_faults_are_found(make: Make, fault: str) -> None:
     emulated = make(case("mma_gemm", (64, 64, 64, 4, 2)), FAULTS[fault])
     with pytest.raises((RuntimeError, AssertionError)):
         check_dense(emulated, 100, 136, 500)
+
+
+SCALES, PRODUCTS = "mma_scales.cuh", "mma_products.cuh"
+FP8, FEW, GROUPED = ("mma_fp8", (64, 64, 128, 4, 1)), ("mma_fp8_swapped", (16, 1)), ("mma_grouped", (64, 64, 64, 4, 1))
+OTHER_FAULTS = {
+    "a scale of another row": (*FP8, "sm_89", (SCALES, "i * 2 + j % 4 / 2", "i * 2 + j % 2")),
+    "a scale of the block before": (*FP8, "sm_89", (SCALES, "    b += kernel.arg.scale_b_stride_k;\n", "")),
+    "a scale of the token before": (*FEW, "sm_89", (SCALES, "j / 4 * 2 + j % 2", "j / 4 * 2")),
+    "sums without promotion": (
+        *FP8,
+        "sm_89",
+        (SCALES, "__fmaf_rn(partial[i][j], row[", "__fmaf_rn(partial[i][j], 0 * row["),
+    ),
+    "half of K twice": (*FEW, "sm_80", (PRODUCTS, "widen(x.right[j][half]", "widen(x.right[j][0]")),
+    "rows of halves in another order": (*FEW, "sm_80", (PRODUCTS, "left[0], left[2]);", "left[2], left[0]);")),
+    "one part of K alone": (*FEW, "sm_89", (GEMM, "          parts.add(own, 0);\n", "")),
+    "a part's scales from the first block": (
+        *FEW,
+        "sm_89",
+        (GEMM, "group_of(tile), begin, all,", "group_of(tile), 0, all,"),
+    ),
+    "the first group's matrix": (
+        *GROUPED,
+        "sm_80",
+        (GEMM, "static_cast<i64>(tile.group) * (", "static_cast<i64>(0) * ("),
+    ),
+    "rows after a group's end": (*GROUPED, "sm_80", (GEMM, "return tile.end;", "return tile.row + 64;")),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", OTHER_FAULTS)
+def test_faults_of_scales_parts_and_groups_are_found(make: Make, fault: str) -> None:
+    family, tile, target, edit = OTHER_FAULTS[fault]
+    if family == "mma_grouped":
+        run = make(case(family, tile, target, grouping="masked"), edit)
+        with pytest.raises((RuntimeError, AssertionError)):
+            check_groups(run, [130, 0, 64, 5], 136, 272)
+    else:
+        run = make(case(family, tile, target), edit)
+        with pytest.raises((RuntimeError, AssertionError)):
+            check_dense(run, 13, 64, 1072)

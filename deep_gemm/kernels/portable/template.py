@@ -48,9 +48,9 @@ _READ_CYCLES = 1 / 1024
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
 
-_MULTIPLIES_FP8 = ("sm_89", "sm_120a")
-"""Targets whose mma.sync multiplies FP8. Elsewhere it is widened to FP16 in registers, which is exact: compute
-capabilities 8.0 and 8.6 have no such product, and ptxas widens for those of Hopper and B200, and spills."""
+_FP8 = {"sm_89": "kMmaE4m3", "sm_120a": "kMmaE4m3Scaled"}
+"""Products of FP8 by target. Elsewhere it is widened to FP16 in registers, which is exact: compute capabilities 8.0 and
+8.6 have no such product, and ptxas widens for those of Hopper and B200, and spills."""
 
 
 class MmaGemm(Template):
@@ -177,7 +177,7 @@ class MmaGemm(Template):
     def constants(self, params: KernelParams, given: Constants) -> Constants:
         p, c = params, params.gemm
         warps_m, warps_n = warps(c)
-        fp8 = "kMmaE4m3" if p.arch in _MULTIPLIES_FP8 else "kMmaWidened"
+        fp8 = _FP8.get(p.arch, "kMmaWidened")
         return {
             "block_m": c.block_m,
             "block_n": c.block_n,
