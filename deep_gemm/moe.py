@@ -53,8 +53,8 @@ def fp8_moe(
     weight in float32, and added in the order of k; then the sum is rounded. Results repeat bit for bit, and a token's
     do not depend on other tokens.
 
-    Memory for rows of all experts is taken from torch's allocator in each call: about 2.5 * (2 * width + inner) bytes
-    for each row. Up to 64 tokens there are tokens x experts rows, otherwise tokens * top_k and up to 127 more for each
+    Memory for rows of all experts is taken from torch's allocator in each call: about 2 * width + inner bytes for each
+    row. Up to 64 tokens there are tokens x experts rows, otherwise tokens * top_k and up to 127 more for each
     expert. Before a call inside CUDA-graph capture, the shape must have been called once outside of it. Nothing is
     recorded for autograd. On the CPU a reference runs.
 
