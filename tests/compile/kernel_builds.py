@@ -75,7 +75,7 @@ class Built:
 
     @property
     def sass(self) -> str:
-        return self.listings.of(self.binary.cubin)
+        return self.listings.of(self.binary)
 
     @functools.cached_property
     def loop(self) -> list[str]:
@@ -91,7 +91,7 @@ def build_all(compiler: Compiler, root: Path, cases: list[KernelParams]) -> Iter
 
     def build(params: KernelParams) -> Built:
         binary = builder.build(engine.build_request(params))
-        listings.expect(binary.cubin)
+        listings.expect(binary)
         return Built(binary, listings)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

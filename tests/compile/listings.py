@@ -6,11 +6,12 @@ import tempfile
 from pathlib import Path
 
 from deep_gemm.jit import sass
+from deep_gemm.jit.binary import Binary
 from deep_gemm.jit.disassembler import find_disassembler
 from deep_gemm.kernels.hopper.ffma_bursts import code_sections
 
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
-_JUMP = re.compile(r"\b(?:BRA|BSSY|CALL|WARPSYNC)\b.*?(0x[0-9a-f]+)\s*;")
+_JUMP = re.compile(r"\b(?:BRA|BSSY|CALL|WARPSYNC\.COLLECTIVE)\b.*?(0x[0-9a-f]+)\s*;")
 
 
 class Listings:
@@ -18,21 +19,22 @@ class Listings:
 
     def __init__(self) -> None:
         self._texts: dict[bytes, str] = {}
-        self._waiting: list[bytes] = []
+        self._waiting: list[Binary] = []
 
-    def expect(self, cubin: bytes) -> None:
-        """This one may be asked for: it is disassembled with the next one that is."""
-        self._waiting.append(cubin)
+    def expect(self, binary: Binary) -> None:
+        """This one may be asked for: it is disassembled with the next one that is for the same target."""
+        self._waiting.append(binary)
 
-    def of(self, cubin: bytes) -> str:
-        if cubin not in self._texts:
-            waiting, self._waiting = self._waiting, []
-            batch = list(dict.fromkeys([cubin, *waiting]))
-            self._texts.update(zip(batch, _disassemble(batch), strict=True))
-        return self._texts[cubin]
+    def of(self, binary: Binary) -> str:
+        if binary.cubin not in self._texts:
+            same = [each.cubin for each in self._waiting if each.arch == binary.arch]
+            self._waiting = [each for each in self._waiting if each.arch != binary.arch]
+            batch = list(dict.fromkeys([binary.cubin, *same]))
+            self._texts.update(zip(batch, _disassemble(batch, binary.arch), strict=True))
+        return self._texts[binary.cubin]
 
 
-def _disassemble(cubins: list[bytes]) -> list[str]:
+def _disassemble(cubins: list[bytes], arch: str) -> list[str]:
     tool, _ = find_disassembler() or ("", [])
     codes = []
     for cubin in cubins:
@@ -43,7 +45,8 @@ def _disassemble(cubins: list[bytes]) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "code")
         path.write_bytes(b"".join(codes))
-        done = subprocess.run([tool, "--binary", "SM90", path], capture_output=True, text=True, check=True)
+        target = arch.upper().replace("_", "").rstrip("A")
+        done = subprocess.run([tool, "--binary", target, path], capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if _INSTRUCTION.match(line)]
     assert len(lines) * 16 == sum(map(len, codes)), "an instruction has 16 bytes"
     texts, first = [], 0
