@@ -188,10 +188,25 @@ def norm() -> Made:
     return operands, "m", lambda x: fused.rms_norm(x["x"], x["w"], residual=x["r"], out=fp8(x, "d")[0])
 
 
+def dense_fp4() -> Made:
+    weights = deep_gemm.transform_fp4_weights(*quantize.mxfp4(half(N, K)))
+    operands = pair("a", quantize.rows(half(M, K)), "mK") | {"b": (weights[0], "NKB"), "b_scales": (weights[1], "N")}
+    operands["d"] = half(M, N), "mN"
+    return operands, "m", lambda x: deep_gemm.fp8_fp4_gemm_nt(*fp8(x, "a", "b"), x["d"])
+
+
+def masked_fp4() -> Made:
+    weights = deep_gemm.transform_fp4_weights(*quantize.mxfp4(half(GROUPS, N, K)), "bf16")
+    operands = {"a": (half(GROUPS, 8, K), "gMK"), "b": (weights[0], "gNKB"), "b_scales": (weights[1], "gN")}
+    operands |= {"d": (half(GROUPS, 8, N), "gMN"), "counts": (torch.full((GROUPS,), 8, dtype=torch.int32), "g")}
+    call = deep_gemm.m_grouped_bf16_fp4_gemm_nt_masked
+    return operands, "g", lambda x: call(x["a"], fp8(x, "b")[0], x["d"], x["counts"], 8)
+
+
 CASES = [
     *(half_form(*each) for each in (("nt", "mk", "nk"), ("tn", "km", "kn"))),
     half_batch, masked_bf16, contiguous_fp8, by_k_bf16, cast, norm, dense_fp8, gradient_fp8, dense_bf16, epilogue,
-    gated, masked_swiglu, functional, batch, summed, masked, contiguous, by_k,
+    gated, dense_fp4, masked_fp4, masked_swiglu, functional, batch, summed, masked, contiguous, by_k,
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from deep_gemm.nn.checkpoint import load_checkpoint
 from deep_gemm.nn.convert import Report, convert
 from deep_gemm.nn.fp4_linear import FP4GroupedLinear
+from deep_gemm.nn.fp4_report import FP8Report, check_mxfp4
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.linear import BF16Linear, FP8Linear
 from deep_gemm.nn.moe import MoE
@@ -21,11 +22,13 @@ __all__ = [
     "FP4GroupedLinear",
     "FP8GroupedLinear",
     "FP8Linear",
+    "FP8Report",
     "MoE",
     "Report",
     "Router",
     "Routing",
     "SpreadReport",
+    "check_mxfp4",
     "check_spread",
     "convert",
     "load_checkpoint",

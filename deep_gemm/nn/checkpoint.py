@@ -92,7 +92,7 @@ def load_checkpoint(
         del places[name]
     for names in _in_steps(places, beside, files, progress):
         groups: dict[str, dict[str, Tensor]] = collections.defaultdict(dict)
-        for name, tensor in _read(directory, {name: places[name] for name in names}):
+        for name, tensor in read(directory, {name: places[name] for name in names}):
             module, _, own = name.rpartition(".")
             if name in of_mixtures:
                 module = of_mixtures[name]
@@ -180,7 +180,8 @@ def _shown(files: list[str], progress: bool) -> Iterable[str]:
     return files
 
 
-def _read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def read(directory: Path, places: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of files by name."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(set(places.values())):

@@ -69,6 +69,14 @@ class Fp4Gemm(Operation):
         self.settings = ("check",) if self.layout else ()
         self.kept = ("d",) if self.layout else ()  # rows past a group's last
 
+    def axes(self, form: str | None) -> Mapping[str, str]:
+        """See `Operation.axes`. Rows are divided, or whole groups; pieces of b are not."""
+        if self.grouping == "masked":
+            return {"a": "gMK", "b": "gNKB", "d": "gMN", self.layout: "g"}
+        if self.grouping == "contiguous":
+            return {"a": "MK", "b": "GNKB", "d": "MN", self.layout: "M"}
+        return {"a": "mK", "b": "NKB", "d": "mN"}
+
     def check(self, *arguments: Any, **named_arguments: Any) -> Fp4Operands | None:
         """None for fake tensors, and where there is nothing to compute."""
         given = self.given(arguments, named_arguments)

@@ -179,18 +179,27 @@ def test_fp8_weights_are_those_of_the_fp8_products() -> None:
 
 
 @decodes
-def test_operators_have_what_functions_have(activations: str) -> None:
-    a, _ = operand(activations, 9, 160)
-    b = deep_gemm.transform_fp4_weights(*drawn(72, 160, low=118, high=128), activations)
-    one, other = torch.empty(2, 9, 72, dtype=BF16)
-    function(activations)(a, b, one)
+@pytest.mark.parametrize("grouping", ["", "_masked", "_contiguous"])
+def test_operators_have_what_functions_have(activations: str, grouping: str) -> None:
+    shape = {"": (9,), "_masked": (2, 9), "_contiguous": (256,)}[grouping]
+    a, _ = operand(activations, *shape, 160)
+    weights = drawn(*((2,) if grouping else ()), 72, 160, low=118, high=128)
+    b = deep_gemm.transform_fp4_weights(*weights, activations)
+    counts = torch.tensor([9, 4], dtype=torch.int32), 9
+    labels = (torch.tensor([0] * 128 + [1] * 100 + [-1] * 28, dtype=torch.int32),)
+    more: Any = {"": (), "_masked": counts, "_contiguous": labels}[grouping]
+    one, other = torch.zeros(2, *shape, 72, dtype=BF16)
+    function(activations, grouping)(a, b, one, *more)
     deep_gemm.register_operators()
     flat = a if activations == "fp8" else (a,)
-    operator = getattr(torch.ops.deep_gemm_jit, f"{activations}_fp4_gemm")
-    operator(*flat, *b, other)
+    name = f"{'m_grouped_' if grouping else ''}{activations}_fp4_gemm{grouping}"
+    operator = getattr(torch.ops.deep_gemm_jit, name)
+    operator(*flat, *b, other, *more)
     assert torch.equal(one, other)
+    made = getattr(torch.ops.deep_gemm_jit, f"{name}_functional")(*flat, *b, torch.zeros_like(one), *more)
+    assert torch.equal(one, made)
     checked = ("test_faketensor",) if activations == "fp8" else ("test_faketensor", "test_schema")  # adds up FP8
-    torch.library.opcheck(operator, (*flat, *b, other), test_utils=checked)
+    torch.library.opcheck(operator, (*flat, *b, other, *more), test_utils=checked)
 
 
 M, N, K = 4, 72, 160

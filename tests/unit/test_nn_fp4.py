@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import deep_gemm
 from deep_gemm import InvalidInputError, quantize
-from deep_gemm.nn import FP4GroupedLinear, MoE, Router, Routing, load_checkpoint
+from deep_gemm.nn import FP4GroupedLinear, MoE, Router, Routing, check_mxfp4, load_checkpoint
 
 BF16 = torch.bfloat16
 WIDTH, HIDDEN, EXPERTS = 160, 96, 5
@@ -255,6 +255,26 @@ def test_a_checkpoint_of_another_kind_is_refused(make: Any, change: State, words
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(InvalidInputError, match=words):
         load_checkpoint(make(), tmp_path)
+
+
+def test_a_checkpoint_is_told_what_fp8_would_round(tmp_path: Path) -> None:
+    small = GPT_OSS.resized(256, 128, 3, 2)
+    state = small.state()
+    v4 = {f"v4.{name}": x for name, x in DEEPSEEK_V4.resized(256, 128, 2, 1).state().items()}
+    state["experts.down_proj_scales"][1, 130, 0] -= 40  # row 130 is in the second block of 128
+    state["experts.down_proj_blocks"][1, 130, 0] = 0x12
+    save_file(state, tmp_path / "a.safetensors")
+    save_file(v4, tmp_path / "b.safetensors")
+    report = check_mxfp4(tmp_path)
+    assert report.rounded["experts.down_proj_blocks"] == 1
+    assert sum(report.rounded.values()) == 1
+    assert report.blocks["experts.gate_up_proj_blocks"] == 3 * 2 * 2
+    assert report.blocks["v4.experts.1.w2.weight"] == 2
+    assert len(report.blocks) == 2 + 6
+    assert "would round values of 1 of 30 blocks, in 1 weight; most in experts.down_proj_blocks, 1." in str(report)
+    save_file({"x": torch.ones(4)}, tmp_path / "c.safetensors")
+    with pytest.raises(InvalidInputError, match="has no MXFP4 weights"):
+        check_mxfp4(tmp_path / "c.safetensors")
 
 
 def test_experts_of_the_checkpoint_are_those_of_the_test() -> None:

@@ -213,7 +213,7 @@ def test_a_limit_past_every_float_is_none() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.FP8Linear, nn.FP8GroupedLinear, nn.MoE])
-@pytest.mark.parametrize("name", ["activation", "shape"])
+@pytest.mark.parametrize("name", ["gated", "shape"])
 def test_an_unknown_option_is_one_of_the_layer_that_was_called(layer: type, name: str) -> None:
     sizes = {nn.FP8Linear: (16, 16), nn.FP8GroupedLinear: (2, 16, 16), nn.MoE: (16, 16, 2, 1)}[layer]
     with pytest.raises(TypeError, match=f"^{layer.__name__} has no argument '{name}'. Its options are mode, "):
