@@ -70,12 +70,12 @@ class Fp4Gemm(Operation):
         self.kept = ("d",) if self.layout else ()  # rows past a group's last
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Rows are divided, or whole groups; pieces of b are not."""
-        if self.grouping == "masked":
-            return {"a": "gMK", "b": "gNKB", "d": "gMN", self.layout: "g"}
-        if self.grouping == "contiguous":
-            return {"a": "MK", "b": "GNKB", "d": "MN", self.layout: "M"}
-        return {"a": "mK", "b": "NKB", "d": "mN"}
+        """See `Operation.axes`. Rows may be divided, or whole groups. Pieces of b are not, nor rows that have labels."""
+        forms = {
+            "none": {"a": "mK", "b": "NKB", "d": "mN"},
+            "masked": {"a": "gMK", "b": "gNKB", "d": "gMN", self.layout: "g"},
+        }
+        return forms.get(self.grouping, {})
 
     def check(self, *arguments: Any, **named_arguments: Any) -> Fp4Operands | None:
         """None for fake tensors, and where there is nothing to compute."""
