@@ -151,6 +151,7 @@ def card(
     calls.forget_all()
 
 
+@pytest.mark.long
 def test_it_builds_and_launches_a_kernel_of_each_function(card: Card) -> None:
     for name, call in {**EVERYWHERE, **PRODUCTS}.items():
         before = len(card.attributes)
