@@ -70,7 +70,7 @@ class Fp4Gemm(Operation):
         self.kept = ("d",) if self.layout else ()  # rows past a group's last
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Rows may be divided, or whole groups. Pieces of b are not, nor rows that have labels."""
+        """See `Operation.axes`. Rows may be divided, or whole groups; not pieces of b, nor rows with labels."""
         forms = {
             "none": {"a": "mK", "b": "NKB", "d": "mN"},
             "masked": {"a": "gMK", "b": "gNKB", "d": "gMN", self.layout: "g"},
