@@ -34,6 +34,7 @@ def test_one_kernel_of_each_kind_compiles_without_spills(target: str, tmp_path: 
 
 
 @pytest.mark.long
+@pytest.mark.limit(900)
 @pytest.mark.parametrize("target", OTHERS)
 def test_every_kernel_compiles_without_spills(target: str, tmp_path: Path) -> None:
     assert problems(tmp_path, [params for found in cases(target) for params in found]) == {}
