@@ -292,7 +292,7 @@ def test_a_tensor_without_memory_of_its_own_is_named(name: str, operand: str, wi
 @pytest.mark.parametrize("operand", DENSE_FP8.tensors())
 def test_transforms_are_refused_and_fake_tensors_taken(operand: str) -> None:
     """vmap's tensors have a shape without the batch dimension, and no address. torch.compile traces with fake tensors:
-    all operands, or only the weights of a module."""
+    all operands, or only d and the weights of a module. A real d would be left unwritten."""
     given, label = DENSE_FP8.tensors(), LABELS.get(operand, operand)
 
     def call(x: torch.Tensor) -> torch.Tensor:
@@ -305,8 +305,11 @@ def test_transforms_are_refused_and_fake_tensors_taken(operand: str) -> None:
         with pytest.raises(InvalidInputError, match=r"^the scales of a is a Tensor without memory"):
             torch.func.grad(call)(given["sfa"])
     with FakeTensorMode():
-        fake = torch.empty_strided(given[operand].shape, given[operand].stride(), dtype=given[operand].dtype)
-    call(fake)
+        fakes = {x: torch.empty_strided(given[x].shape, given[x].stride(), dtype=given[x].dtype) for x in (operand, "d")}
+    DENSE_FP8(given | fakes)
+    if operand != "d":
+        with pytest.raises(InvalidInputError, match=r"^d has memory, but other tensors are fake"):
+            call(fakes[operand])
 
 
 def test_tensors_without_elements_need_no_memory() -> None:
