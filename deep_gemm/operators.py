@@ -11,6 +11,7 @@ from deep_gemm.ops import (
     linear,
     logits,
     m_grouped,
+    moe_chain,
     paged_logits,
     prenorm,
     quantize,
@@ -21,7 +22,7 @@ from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
     *(batched, cublaslt, dense, fp4, k_grouped, linear, logits, m_grouped),
-    *(paged_logits, prenorm, quantize, row_functions, skip_head_mid),
+    *(moe_chain, paged_logits, prenorm, quantize, row_functions, skip_head_mid),
 )
 
 
