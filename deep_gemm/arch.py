@@ -61,6 +61,7 @@ def names() -> tuple[str, ...]:
     return tuple(_ARCHS)
 
 
+@functools.cache
 def get(name: str) -> ArchSpec:
     """The spec of compiler target ``name``, such as ``"sm_90a"``. Raises InvalidInputError for an unknown one."""
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
+from .. import arch as archs
 from ..arch import SM90, ArchSpec
 from ..jit.binary import PostPass
 from ..jit.driver.launch import LaunchShape
@@ -193,7 +194,8 @@ class GemmFamily(KernelFamily):
 
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
         """The inputs of the performance model. Groups are estimated as one product with about as much work."""
-        size, scaling = BYTES[spec.a.dtype], spec.scaling
+        size = BYTES[spec.a.dtype]
+        scaling = SCALINGS.get((spec.a.scaling, spec.b.scaling), "")  # a property would be a call for each config
         costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling)
         if config.parts:
             return groups.in_parts(lambda each: count(*costs, each, config, size), spec, config)
@@ -327,7 +329,7 @@ def _costs(
     family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
 ) -> tuple[Costs, Mapping[str, float], int]:
     found = family.rules.costs(config, output, aligned, scaling)
-    return found, constant_features(found, config), family.arch.num_sms
+    return found, constant_features(found, config), archs.get(family.archs[0]).num_sms
 
 
 def instead(spec: Spec) -> str:

@@ -29,7 +29,7 @@ def slices(config: GemmConfig) -> int:
 
 def wgmma_costs(
     config: GemmConfig,
-    mma_n: int,
+    mma_n: int = 0,
     *,
     aligned: bool,
     store_warp: bool,
@@ -41,7 +41,7 @@ def wgmma_costs(
     buffered: int = 0,
     hides_epilogue: bool = True,
 ) -> Costs:
-    """The costs of ``config``, whose wgmma have ``mma_n`` columns.
+    """The costs of ``config``, whose wgmma have ``mma_n`` columns; 0: all of a tile.
 
     Args:
         aligned: TMA stores D, in rows of ``stored_row`` bytes. A shorter row takes as long as one of 128 bytes.
@@ -50,7 +50,11 @@ def wgmma_costs(
         busy: cycles for each column of an m64 slice in which shared memory serves promotion and cannot feed products.
         element: the cost of an element that TMA stores.
     """
-    rows, width = slices(config), config.width
+    height, width = config.block_m, config.block_n
+    if config.swap_ab:
+        height, width = width, height
+    mma_n = mma_n or width
+    rows = height // (64 * config.num_consumers // config.consumers_k)  # m64 slices that one consumer multiplies
     products = rows * (width // mma_n) * 4
     consumers = config.num_consumers // config.consumers_k  # that multiply the same block
     promoted = rows * width * promotion + (width * TOKEN_CYCLES if few_rows else 0)

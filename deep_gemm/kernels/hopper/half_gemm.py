@@ -225,7 +225,7 @@ class HalfGemm(HopperTemplate):
         for few blocks of K; with them they would be alone, and 128x256 tiles take 10% less time."""
         wide = output == "f32" and self.groups != "k"
         return wgmma_costs(
-            *(config, config.width),
+            config,
             aligned=aligned,
             store_warp=aligned,
             promotion=0.0,
