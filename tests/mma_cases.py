@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch
-from deep_gemm.kernels.portable.families import PORTABLE
+from deep_gemm.kernels.portable import PORTABLE
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
 from deep_gemm.spec import GemmSpec, Operand

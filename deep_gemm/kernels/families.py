@@ -14,7 +14,7 @@ from .hopper.fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_register
 from .hopper.gated import FP8_GATED, HALF_GATED
 from .hopper.half_gemm import HalfGemm
 from .hopper.swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
-from .portable.families import PORTABLE
+from .portable import PORTABLE
 
 ALL_FORMS = ("nt", "nn", "tn", "tt")
 SHAPE = (0, 2112, 7168)

@@ -17,7 +17,6 @@ from ..parts import VECTORS, Parts, by_part
 from ..spec import Major
 from . import checks, layouts, scales
 from .checks import shape_of
-from .cublaslt import fp8_by_cublaslt, half_by_cublaslt
 from .gemm import SCALES_OF_D, C, Gemm, GemmOperands
 from .layouts import Preparation, is_k_major
 from .table import BF16, FP8, FP16, PLAIN, PRODUCTS, TORCH
@@ -34,6 +33,12 @@ _RANKS: dict[str, tuple[int, ...]] = {
 """Of the operands that are no matrices."""
 
 
+def _by_cublaslt(x: GemmOperands) -> None:
+    from . import cublaslt  # here: only a fallback needs it
+
+    (cublaslt.fp8_by_cublaslt if "sfa" in x.tensors else cublaslt.half_by_cublaslt)(x)
+
+
 class Dense(Gemm):
     """See `deep_gemm.fp8_gemm_nt` and `deep_gemm.bf16_gemm_nt`."""
 
@@ -42,7 +47,7 @@ class Dense(Gemm):
         self.parameters = (*self.first, C, *self.options, *self.epilogue_parameters, layouts.form(self.product.forms))
         self.absent = () if accumulates else ("c",)
         self.settings = ("forbid_transpose",) if self.is_scaled else ()
-        self.fallbacks = MappingProxyType({"cublaslt": fp8_by_cublaslt if self.is_scaled else half_by_cublaslt})
+        self.fallbacks = MappingProxyType({"cublaslt": _by_cublaslt})
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `Operation.axes`."""

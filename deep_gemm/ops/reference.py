@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.cast_reference import cast_blocks, dequantise
 from deep_gemm.parts import PARTS, SWIGLU
 from deep_gemm.records import record
 from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
@@ -124,6 +123,8 @@ class Finish:
         """Zeros in rows of d without a group; their scales are those of the cast of zeros."""
         d[rows].view(torch.uint8).zero_()
         if self.sfd is not None:
+            from deep_gemm.ops.cast_reference import cast_blocks  # here: a GPU needs none of it
+
             zeros = torch.zeros(1, SCALE_BLOCK, device=d.device)
             self.sfd[rows] = cast_blocks(zeros, 1, SCALE_BLOCK, self.power_of_two)[1]
 
@@ -133,6 +134,8 @@ class Finish:
         if self.sfd is None:
             (d if self.needs_rows else d[where]).copy_(x)
             return
+        from deep_gemm.ops.cast_reference import cast_blocks  # here: a GPU needs none of it
+
         values, scales = cast_blocks(x, 1, SCALE_BLOCK, self.power_of_two)
         d.view(torch.uint8).copy_(values.view(torch.uint8))
         self.sfd.copy_(scales)
@@ -180,6 +183,8 @@ def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | Non
 def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
     """The dequantised values of an operand (rows, K) of `fp8_gemm_nt`, or of some of its rows, which begin at a
     multiple of 128."""
+    from deep_gemm.ops.cast_reference import dequantise  # here: a GPU needs none of it
+
     if kind == "row":
         each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
         return dequantise(x[rows], each, (1, max(1, x.shape[1])), dtype)

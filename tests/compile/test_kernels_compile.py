@@ -29,9 +29,8 @@ from deep_gemm import kernels
 from deep_gemm.jit import sass
 from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED
 from deep_gemm.kernels.hopper import ffma_bursts as bursts
-from deep_gemm.kernels.hopper.costs import slices
 from deep_gemm.kernels.hopper.edges import segments
-from deep_gemm.kernels.hopper.template import turns
+from deep_gemm.kernels.hopper.template import slices, turns
 from deep_gemm.log import log
 from deep_gemm.params import KernelParams
 

@@ -11,7 +11,7 @@ from kernel_builds import open_compiler
 from deep_gemm import arch, kernels
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.binary import Binary
-from deep_gemm.kernels.portable.families import PORTABLE
+from deep_gemm.kernels.portable import PORTABLE
 from deep_gemm.kernels.portable.template import warp_tile
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine

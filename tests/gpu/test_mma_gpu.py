@@ -15,7 +15,7 @@ from torch import Tensor
 import deep_gemm
 from deep_gemm import arch, kernels
 from deep_gemm.jit.driver.launch import Launch
-from deep_gemm.kernels.portable.families import PORTABLE
+from deep_gemm.kernels.portable import PORTABLE
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import parse
 from deep_gemm.runtime import calls, engine

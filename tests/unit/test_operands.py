@@ -305,7 +305,9 @@ def test_transforms_are_refused_and_fake_tensors_taken(operand: str) -> None:
         with pytest.raises(InvalidInputError, match=r"^the scales of a is a Tensor without memory"):
             torch.func.grad(call)(given["sfa"])
     with FakeTensorMode():
-        fakes = {x: torch.empty_strided(given[x].shape, given[x].stride(), dtype=given[x].dtype) for x in (operand, "d")}
+        fakes = {
+            x: torch.empty_strided(given[x].shape, given[x].stride(), dtype=given[x].dtype) for x in (operand, "d")
+        }
     DENSE_FP8(given | fakes)
     if operand != "d":
         with pytest.raises(InvalidInputError, match=r"^d has memory, but other tensors are fake"):

@@ -11,9 +11,8 @@ from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align
 from ..features import Costs
 from . import offered
-from .costs import slices, wgmma_costs
 from .edges import EdgeBoxes
-from .template import BARRIER_BYTES, MAX_STAGES, stages_that_fit
+from .template import BARRIER_BYTES, MAX_STAGES, slices, stages_that_fit, wgmma_costs
 
 CONSUMERS = {64: 1, 128: 2, 256: 2}
 """Consumer warpgroups by tile height."""

@@ -12,9 +12,8 @@ from ...spec import SCALE_BLOCK, GemmSpec, align
 from ..features import Costs
 from ..template import BYTES
 from . import offered
-from .costs import PROMOTION_CYCLES, slices, wgmma_costs
 from .fp8_gemm import CONSUMERS, accumulators
-from .template import BARRIER_BYTES, MAX_STAGES, HopperTemplate
+from .template import BARRIER_BYTES, MAX_STAGES, PROMOTION_CYCLES, HopperTemplate, slices, wgmma_costs
 
 CLUSTERS = ((1, 1), (2, 1), (1, 2))
 """CTAs of a cluster along m and n."""

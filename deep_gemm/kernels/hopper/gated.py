@@ -12,10 +12,9 @@ from ...spec import SCALE_BLOCK, GemmSpec
 from ..gemm import SAME, GemmFamily
 from ..groups import ALONG_M
 from . import serving
-from .costs import slices
 from .fp8_scaled import Fp8Scaled
 from .half_gemm import HalfGemm
-from .template import HopperTemplate
+from .template import HopperTemplate, slices
 
 _WIDTHS = (64, 128, 256)
 """Columns of tiles, of which half are gate's."""

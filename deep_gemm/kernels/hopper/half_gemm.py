@@ -16,9 +16,8 @@ from ..gemm_features import PACKING
 from ..groups import LEAST_SEGMENTS, MOST_SUMS, memory_of_sums, parts, table_bytes
 from ..template import BYTES
 from . import offered
-from .costs import slices, wgmma_costs
 from .loads import left
-from .template import BARRIER_BYTES, MAX_STAGES, ONE_ORDER, HopperTemplate, stages_that_fit
+from .template import BARRIER_BYTES, MAX_STAGES, ONE_ORDER, HopperTemplate, slices, stages_that_fit, wgmma_costs
 
 CONSUMERS = {64: 1, 128: 2, 192: 3, 256: 2}
 """Consumer warpgroups by the rows of a tile's sums. Only swap-AB tiles have three: others gained 0.1% with them over 86

@@ -11,10 +11,9 @@ from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align, ceil_div
 from ..features import Costs
 from . import offered
-from .costs import wgmma_costs
 from .edges import EdgeBoxes
 from .fp8_scaled import PROMOTION
-from .template import BARRIER_BYTES, ONE_ORDER, HopperTemplate, stages_that_fit
+from .template import BARRIER_BYTES, ONE_ORDER, HopperTemplate, stages_that_fit, wgmma_costs
 
 TOKENS = (8, 16, 24, 32, 48, 64)
 """Tile sizes along M. Any multiple of 8 is possible."""

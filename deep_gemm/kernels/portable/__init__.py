@@ -1,1 +1,146 @@
-"""Kernels that multiply with mma.sync, which every GPU has from compute capability 8.0 on."""
+"""Kernels that multiply with mma.sync, which every GPU has from compute capability 8.0 on: a family a row."""
+
+from __future__ import annotations
+
+from ..gemm import SAME, GemmFamily
+from ..groups import ALONG_M
+from .template import MmaGemm, MmaSwapped
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a")
+"""Targets on which these families are chosen. They can be built for sm_90a too, where Hopper's own are faster."""
+
+GEMM_TILES = (
+    (64, 64, 64, 4, 1),
+    (64, 64, 64, 4, 2),
+    (64, 128, 32, 4, 2),
+    (128, 64, 32, 4, 2),
+    (128, 128, 32, 4, 2),
+    (128, 128, 64, 8, 1),
+    (128, 256, 32, 8, 1),
+    (256, 128, 32, 8, 1),
+)
+"""(block_m, block_n, block_k, warps, CTAs on an SM), not measured."""
+
+GROUPED_TILES = (
+    (64, 64, 64, 4, 1),
+    (64, 128, 32, 4, 1),
+    (128, 128, 32, 8, 1),
+    (128, 256, 32, 8, 1),
+)
+"""The same with one CTA on an SM, so that a large table of groups leaves enough stages."""
+FP8_TILES = (
+    (64, 64, 128, 4, 1),
+    (64, 128, 128, 4, 1),
+    (128, 64, 128, 4, 1),
+    (128, 128, 128, 8, 1),
+)
+SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
+"""(block_m, CTAs on an SM)."""
+
+MMA_GEMM = GemmFamily(
+    name="mma_gemm",
+    rules=MmaGemm(),
+    archs=ARCHS,
+    serving=GEMM_TILES,
+    dtypes=("bf16", "f16"),
+    forms=("nt", "nn", "tn", "tt"),
+    outputs=(SAME, "f32"),
+    label="mma ",
+    tile_prefix="mma_",
+    varied=(
+        ((128, 256, 32, 8, 1), {"form": "nn"}),
+        ((256, 128, 32, 8, 1), {"form": "tn"}),
+        ((128, 128, 32, 4, 2), {"form": "tt", "dtype": "f16", "output": "f16"}),
+        ((128, 256, 32, 8, 1), {"output": "f32"}),
+        ((128, 256, 32, 8, 1), {"output": "f32", "adds_c": "threads", "form": "tn"}),
+        ((128, 128, 32, 4, 2), {"adds_c": "threads"}),
+        ((64, 64, 64, 4, 2), {"store": "direct", "form": "tt"}),
+        ((256, 128, 32, 8, 1), {"store": "direct", "output": "f32", "adds_c": "threads"}),
+        ((128, 128, 64, 8, 1), {"shape": (0, 2112, 7168)}),
+    ),
+)
+
+MMA_SWAPPED = GemmFamily(
+    name="mma_swapped",
+    rules=MmaSwapped(),
+    archs=ARCHS,
+    serving=SWAPPED_TILES,
+    dtypes=("bf16", "f16"),
+    forms=("nt", "nn"),
+    outputs=(SAME, "f32"),
+    label="mma swapped ",
+    tile_prefix="mma_swapped_",
+    varied=(
+        ((64, 1), {"form": "nn"}),
+        ((16, 2), {"dtype": "f16", "output": "f16", "adds_c": "threads"}),
+        ((32, 1), {"output": "f32", "adds_c": "threads"}),
+    ),
+)
+
+MMA_FP8 = GemmFamily(
+    name="mma_fp8",
+    rules=MmaGemm(fp8=True),
+    archs=ARCHS,
+    serving=FP8_TILES,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16", "f32", "f16"),
+    label="mma ",
+    tile_prefix="mma_",
+    varied=(
+        ((128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads"}),
+        ((64, 64, 128, 4, 1), {"store": "direct"}),
+    ),
+)
+
+MMA_FP8_SWAPPED = GemmFamily(
+    name="mma_fp8_swapped",
+    rules=MmaSwapped(fp8=True),
+    archs=ARCHS,
+    serving=SWAPPED_TILES,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16", "f32", "f16"),
+    label="mma swapped ",
+    tile_prefix="mma_swapped_",
+    varied=(((64, 1), {"output": "f32", "adds_c": "threads"}),),
+)
+
+MMA_GROUPED = GemmFamily(
+    name="mma_grouped",
+    rules=MmaGemm(grouped=True),
+    archs=ARCHS,
+    serving=GROUPED_TILES,
+    dtypes=("bf16", "f16"),
+    forms=("nt", "nn"),
+    outputs=(SAME,),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    label="mma ",
+    tile_prefix="mma_",
+    varied=(
+        ((128, 256, 32, 8, 1), {"grouping": "masked", "form": "nn"}),
+        ((64, 64, 64, 4, 1), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((64, 64, 64, 4, 1), {"dtype": "f16", "output": "f16", "grouping": "psum", "segments": 256}),
+    ),
+)
+
+MMA_FP8_GROUPED = GemmFamily(
+    name="mma_fp8_grouped",
+    rules=MmaGemm(fp8=True, grouped=True),
+    archs=ARCHS,
+    serving=FP8_TILES,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    label="mma ",
+    tile_prefix="mma_",
+    varied=(
+        ((128, 128, 128, 8, 1), {"grouping": "masked"}),
+        ((64, 64, 128, 4, 1), {"grouping": "psum", "segments": 256, "store": "direct"}),
+    ),
+)
+
+PORTABLE = (MMA_FP8, MMA_FP8_GROUPED, MMA_FP8_SWAPPED, MMA_GEMM, MMA_GROUPED, MMA_SWAPPED)
