@@ -51,7 +51,9 @@ _FAST = (12, 9)
 
 def ptx(nvrtc: Compiler, request: BuildRequest, headers: Path, fast: bool = False) -> str:
     """PTX of a kernel, without the time that ptxas takes. `fast`: hardly optimised, in a fraction of a second, which
-    shows whether code compiles and whether two versions differ. Raises ValueError with the compiler's log."""
+    shows whether code compiles and whether two versions differ. NVRTC keeps a part of that for all later programs of
+    the process, which then spill: only for a process that builds nothing else. Raises ValueError with the compiler's
+    log."""
     assert isinstance(nvrtc, Nvrtc)
     library, program = nvrtc._open(), ctypes.c_void_p()
     options = ["--gpu-architecture=compute_90a", "-default-device", *common_flags(), f"--include-path={headers}"]

@@ -1,7 +1,9 @@
 """The mutations of tests/gpu apply to the current device code, and compile."""
 
 import functools
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,6 @@ from headers import edited_headers
 from kernel_builds import open_compiler, ptx
 from mutation import Mutation
 
-from deep_gemm.jit.compilers import Compiler
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.helpers import K_GROUP_MAPS
 from deep_gemm.params import KernelParams
@@ -42,15 +43,22 @@ def one_in_turn(module: Any, mutation: Mutation) -> KernelParams:
     return module.KERNELS[mutation.kernels[module.MUTATIONS.index(mutation) % len(mutation.kernels)]]
 
 
-@pytest.fixture(scope="module")
-def nvrtc() -> Compiler:
-    return open_compiler("nvrtc")
+def compiled(params: KernelParams, headers: Path) -> str:
+    """PTX of a kernel. Called in a process of its own."""
+    return ptx(open_compiler("nvrtc"), engine.build_request(params), headers, fast=True)
 
 
 @pytest.fixture(scope="module")
-def sound(nvrtc: Compiler) -> Callable[[KernelParams], str]:
+def child() -> Iterator[Callable[[KernelParams, Path], str]]:
+    """`compiled`, in one other process for all tests: it makes NVRTC compile worse from then on."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield lambda params, headers: pool.submit(compiled, params, headers).result()
+
+
+@pytest.fixture(scope="module")
+def sound(child: Callable[[KernelParams, Path], str]) -> Callable[[KernelParams], str]:
     """PTX of a kernel without mutations."""
-    return functools.cache(lambda params: ptx(nvrtc, engine.build_request(params), include_dir(), fast=True))
+    return functools.cache(lambda params: child(params, include_dir()))
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
@@ -67,11 +75,15 @@ def test_an_edit_that_fits_nowhere_or_twice_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("module", "mutation"), EACH, ids=lambda it: getattr(it, "name", None) or it.__name__)
 def test_it_applies_once_compiles_and_changes_the_code(
-    module: Any, mutation: Mutation, nvrtc: Compiler, sound: Callable[[KernelParams], str], tmp_path: Path
+    module: Any,
+    mutation: Mutation,
+    child: Callable[[KernelParams, Path], str],
+    sound: Callable[[KernelParams], str],
+    tmp_path: Path,
 ) -> None:
     """Whether a mutant still launches, and is wrong, only a GPU can tell."""
     headers = mutation.headers(tmp_path / "include")
     changed = [p.name for p in include_dir().glob("*.cuh") if p.read_bytes() != (headers / p.name).read_bytes()]
     assert changed == [mutation.file]
     params = one_in_turn(module, mutation)
-    assert ptx(nvrtc, engine.build_request(params), headers, fast=True) != sound(params)
+    assert child(params, headers) != sound(params)
