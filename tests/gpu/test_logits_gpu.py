@@ -49,7 +49,7 @@ def test_prompts(kind: str, dtype: torch.dtype) -> None:
             assert calc_diff(out[attended], exact[attended]) < BOUNDS[dtype]
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(32, 128), (64, 64), (64, 32), (32, 64), (32, 32)])
+@pytest.mark.parametrize(("heads", "dim"), [(32, 128), (64, 64), (64, 32), (32, 64), (32, 32), (16, 128)])
 def test_other_heads(heads: int, dim: int) -> None:
     x = prompt(45, 3000, heads, dim, "random", device=DEVICE)
     out = whole(x)
@@ -119,7 +119,7 @@ def pages(x: Decoding, width: int, page_keys: int, dtype: torch.dtype, slots: in
     [
         *((next_n, 64, 128, 64, 0) for next_n in (1, 2, 3, 4, 5, 6)),
         *((next_n, 32, 128, 64, 0) for next_n in (1, 2, 7, 9)), (2, 64, 128, 32, 0), (1, 32, 64, 32, 1024),
-        (2, 64, 64, 64, 64), (2, 64, 32, 64, 0),
+        (2, 64, 64, 64, 64), (2, 64, 32, 64, 0), (2, 16, 128, 64, 0),
     ],
 )  # fmt: skip
 def test_pages(next_n: int, heads: int, dim: int, page_keys: int, padding: int, dtype: torch.dtype) -> None:

@@ -1,5 +1,6 @@
 """The switch for batch invariance: its two pairs of names, its effect, and that setting it drops no call."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +9,10 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import InvalidInputError, kernels, ops, select
+from deep_gemm import InvalidInputError, kernels, ops, options, select
 from deep_gemm.arch import SM90
 from deep_gemm.ops.dense import Dense
+from deep_gemm.ops.prenorm import HcPrenormGemm
 from deep_gemm.runtime import engine
 from deep_gemm.spec import PrenormSpec
 from deep_gemm.testing import random_operands
@@ -55,16 +57,22 @@ def test_no_kernel_splits_k_while_it_is_on() -> None:
     assert max(split[False]) > 1
 
 
-def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on() -> None:
+def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which parts K is summed in, and in which order, is in the config alone."""
-    configs = {}
-    for value in (False, True):
-        specs = [
-            PrenormSpec(m, 24, 28672, num_sms=sms, batch_invariant=value)
-            for m in (1, 33, 500, 8192)
-            for sms in (8, 132)
-        ]
-        configs[value] = {kernels.for_helper(spec, SM90).config_of(spec, SM90) for spec in specs}
+    configs: dict[bool, set[Any]] = {False: set(), True: set()}
+    for value, m, sms in itertools.product(configs, (1, 33, 500, 8192), (8, 132)):
+        deep_gemm.set_batch_invariant(value)
+        monkeypatch.setattr(options, "num_sms_for", lambda device, sms=sms: sms)
+        product = HcPrenormGemm()
+        a, b, d = torch.ones(m, 128).bfloat16(), torch.ones(24, 128), torch.empty(m, 24)
+        operands = product.check(a, b, d, torch.empty(m))
+        assert operands is not None
+        (step,) = product.work(operands, 0).steps
+        assert isinstance(step.spec, PrenormSpec)
+        assert step.spec.num_sms == sms
+        configs[value].add(kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90))
     assert len(configs[True]) == 1
     assert len(configs[False]) > 1
 
