@@ -5,354 +5,142 @@ Importing this package touches no GPU, disk, environment variable or compiler, s
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deep_gemm.errors import (
-    CompileError,
-    CompilerNotFoundError,
-    DeepGemmError,
-    DriverError,
-    InvalidInputError,
-    NotWarmError,
-    SettingError,
-    UnsupportedError,
-)
-from deep_gemm.settings import settings
+# The public names, each once: those that are imported "as" themselves, as for type checkers.
+from .errors import CompileError as CompileError
+from .errors import CompilerNotFoundError as CompilerNotFoundError
+from .errors import DeepGemmError as DeepGemmError
+from .errors import DriverError as DriverError
+from .errors import InvalidInputError as InvalidInputError
+from .errors import NotWarmError as NotWarmError
+from .errors import SettingError as SettingError
+from .errors import UnsupportedError as UnsupportedError
+from .settings import settings as settings
 
+# Each of these is imported when it is first used (see `_modules`), so that `deep-gemm --help`, or a program that only
+# needs an error's class, does not wait for torch. A name that is also a module's, such as `settings`, cannot be here,
+# unless the module is meant: importing the module would overwrite it.
 if TYPE_CHECKING:
-    from deep_gemm import backends, compat, epilogue, fused, nn, quantize, testing, utils
-    from deep_gemm.aot.build import precompile
-    from deep_gemm.attention import (
-        fp8_fp4_mqa_logits,
-        fp8_fp4_paged_mqa_logits,
-        fp8_gemm_nt_skip_head_mid,
-        fp8_mqa_logits,
-        fp8_paged_mqa_logits,
-        get_paged_mqa_logits_metadata,
+    from . import backends as backends
+    from . import compat as compat
+    from . import epilogue as epilogue
+    from . import fused as fused
+    from . import nn as nn
+    from . import quantize as quantize
+    from . import testing as testing
+    from . import utils as utils
+    from .aot.build import precompile as precompile
+    from .attention import fp8_fp4_mqa_logits as fp8_fp4_mqa_logits
+    from .attention import fp8_fp4_paged_mqa_logits as fp8_fp4_paged_mqa_logits
+    from .attention import fp8_gemm_nt_skip_head_mid as fp8_gemm_nt_skip_head_mid
+    from .attention import fp8_mqa_logits as fp8_mqa_logits
+    from .attention import fp8_paged_mqa_logits as fp8_paged_mqa_logits
+    from .attention import get_paged_mqa_logits_metadata as get_paged_mqa_logits_metadata
+    from .batched import bf16_bmm as bf16_bmm
+    from .batched import einsum as einsum
+    from .batched import fp8_bmm as fp8_bmm
+    from .batched import fp8_einsum as fp8_einsum
+    from .batched import fp16_bmm as fp16_bmm
+    from .cublaslt import cublaslt_gemm_nn as cublaslt_gemm_nn
+    from .cublaslt import cublaslt_gemm_nt as cublaslt_gemm_nt
+    from .cublaslt import cublaslt_gemm_tn as cublaslt_gemm_tn
+    from .cublaslt import cublaslt_gemm_tt as cublaslt_gemm_tt
+    from .custom.kernel import CustomKernel as CustomKernel
+    from .custom.kernel import kernel as kernel
+    from .custom.launch import LaunchConfig as LaunchConfig
+    from .custom.launch import tensor_map as tensor_map
+    from .dense import bf16_gemm_nn as bf16_gemm_nn
+    from .dense import bf16_gemm_nt as bf16_gemm_nt
+    from .dense import bf16_gemm_tn as bf16_gemm_tn
+    from .dense import bf16_gemm_tt as bf16_gemm_tt
+    from .dense import fp8_fp4_gemm_nn as fp8_fp4_gemm_nn
+    from .dense import fp8_fp4_gemm_tn as fp8_fp4_gemm_tn
+    from .dense import fp8_fp4_gemm_tt as fp8_fp4_gemm_tt
+    from .dense import fp8_gemm_nn as fp8_gemm_nn
+    from .dense import fp8_gemm_nt as fp8_gemm_nt
+    from .dense import fp8_gemm_tn as fp8_gemm_tn
+    from .dense import fp8_gemm_tt as fp8_gemm_tt
+    from .dense import fp16_gemm_nn as fp16_gemm_nn
+    from .dense import fp16_gemm_nt as fp16_gemm_nt
+    from .dense import fp16_gemm_tn as fp16_gemm_tn
+    from .dense import fp16_gemm_tt as fp16_gemm_tt
+    from .fp4 import bf16_fp4_gemm_nt as bf16_fp4_gemm_nt
+    from .fp4 import fp8_fp4_gemm_nt as fp8_fp4_gemm_nt
+    from .fp4 import m_grouped_bf16_fp4_gemm_nt_contiguous as m_grouped_bf16_fp4_gemm_nt_contiguous
+    from .fp4 import m_grouped_bf16_fp4_gemm_nt_masked as m_grouped_bf16_fp4_gemm_nt_masked
+    from .fp4 import m_grouped_fp8_fp4_gemm_nt_contiguous as m_grouped_fp8_fp4_gemm_nt_contiguous
+    from .fp4 import m_grouped_fp8_fp4_gemm_nt_masked as m_grouped_fp8_fp4_gemm_nt_masked
+    from .fp4 import transform_fp4_weights as transform_fp4_weights
+    from .grouped import bf16_m_grouped_gemm_nt_masked as bf16_m_grouped_gemm_nt_masked
+    from .grouped import fp8_m_grouped_gemm_nt_masked as fp8_m_grouped_gemm_nt_masked
+    from .grouped import k_grouped_bf16_gemm_tn_contiguous as k_grouped_bf16_gemm_tn_contiguous
+    from .grouped import k_grouped_fp8_gemm_nt_contiguous as k_grouped_fp8_gemm_nt_contiguous
+    from .grouped import k_grouped_fp8_gemm_nt_padded as k_grouped_fp8_gemm_nt_padded
+    from .grouped import m_grouped_bf16_gemm_nn_contiguous as m_grouped_bf16_gemm_nn_contiguous
+    from .grouped import m_grouped_bf16_gemm_nt_contiguous as m_grouped_bf16_gemm_nt_contiguous
+    from .grouped import m_grouped_bf16_gemm_nt_masked as m_grouped_bf16_gemm_nt_masked
+    from .grouped import m_grouped_fp8_fp4_gemm_nn_contiguous as m_grouped_fp8_fp4_gemm_nn_contiguous
+    from .grouped import m_grouped_fp8_gemm_nn_contiguous as m_grouped_fp8_gemm_nn_contiguous
+    from .grouped import m_grouped_fp8_gemm_nt_contiguous as m_grouped_fp8_gemm_nt_contiguous
+    from .grouped import m_grouped_fp8_gemm_nt_masked as m_grouped_fp8_gemm_nt_masked
+    from .jit.info import cache_info as cache_info
+    from .layout import get_k_alignment_for_contiguous_layout as get_k_alignment_for_contiguous_layout
+    from .layout import (
+        get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor as get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,  # noqa: E501
     )
-    from deep_gemm.batched import bf16_bmm, einsum, fp8_bmm, fp8_einsum, fp16_bmm
-    from deep_gemm.cublaslt import cublaslt_gemm_nn, cublaslt_gemm_nt, cublaslt_gemm_tn, cublaslt_gemm_tt
-    from deep_gemm.custom.kernel import CustomKernel, kernel
-    from deep_gemm.custom.launch import LaunchConfig, tensor_map
-    from deep_gemm.dense import (
-        bf16_gemm_nn,
-        bf16_gemm_nt,
-        bf16_gemm_tn,
-        bf16_gemm_tt,
-        fp8_fp4_gemm_nn,
-        fp8_fp4_gemm_tn,
-        fp8_fp4_gemm_tt,
-        fp8_gemm_nn,
-        fp8_gemm_nt,
-        fp8_gemm_tn,
-        fp8_gemm_tt,
-        fp16_gemm_nn,
-        fp16_gemm_nt,
-        fp16_gemm_tn,
-        fp16_gemm_tt,
+    from .layout import get_m_alignment_for_contiguous_layout as get_m_alignment_for_contiguous_layout
+    from .layout import get_mk_alignment_for_contiguous_layout as get_mk_alignment_for_contiguous_layout
+    from .layout import get_mn_major_tma_aligned_packed_ue8m0_tensor as get_mn_major_tma_aligned_packed_ue8m0_tensor
+    from .layout import get_mn_major_tma_aligned_tensor as get_mn_major_tma_aligned_tensor
+    from .layout import (
+        get_theoretical_mk_alignment_for_contiguous_layout as get_theoretical_mk_alignment_for_contiguous_layout,
     )
-    from deep_gemm.fp4 import (
-        bf16_fp4_gemm_nt,
-        fp8_fp4_gemm_nt,
-        m_grouped_bf16_fp4_gemm_nt_contiguous,
-        m_grouped_bf16_fp4_gemm_nt_masked,
-        m_grouped_fp8_fp4_gemm_nt_contiguous,
-        m_grouped_fp8_fp4_gemm_nt_masked,
-        transform_fp4_weights,
-    )
-    from deep_gemm.grouped import (
-        bf16_m_grouped_gemm_nt_masked,
-        fp8_m_grouped_gemm_nt_masked,
-        k_grouped_bf16_gemm_tn_contiguous,
-        k_grouped_fp8_gemm_nt_contiguous,
-        k_grouped_fp8_gemm_nt_padded,
-        m_grouped_bf16_gemm_nn_contiguous,
-        m_grouped_bf16_gemm_nt_contiguous,
-        m_grouped_bf16_gemm_nt_masked,
-        m_grouped_fp8_fp4_gemm_nn_contiguous,
-        m_grouped_fp8_gemm_nn_contiguous,
-        m_grouped_fp8_gemm_nt_contiguous,
-        m_grouped_fp8_gemm_nt_masked,
-    )
-    from deep_gemm.jit.info import cache_info
-    from deep_gemm.layout import (
-        get_k_alignment_for_contiguous_layout,
-        get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor,
-        get_m_alignment_for_contiguous_layout,
-        get_mk_alignment_for_contiguous_layout,
-        get_mn_major_tma_aligned_packed_ue8m0_tensor,
-        get_mn_major_tma_aligned_tensor,
-        get_theoretical_mk_alignment_for_contiguous_layout,
-        get_tma_aligned_size,
-        set_mk_alignment_for_contiguous_layout,
-        transform_sf_into_required_layout,
-    )
-    from deep_gemm.moe import fp8_moe
-    from deep_gemm.operators import register_operators
-    from deep_gemm.ops.cast_reference import ceil_to_ue8m0, dequantise, pack_ue8m0_to_int, per_custom_dims_cast_to_fp8
-    from deep_gemm.ops.epilogue import Epilogue
-    from deep_gemm.ops.fp4_reference import cast_back_from_fp4, per_token_cast_to_fp4, transpose_packed_fp4
-    from deep_gemm.options import (
-        get_batch_invariant,
-        get_block_size_multiple_of,
-        get_deterministic_algorithms,
-        get_num_sms,
-        get_pdl,
-        get_tc_util,
-        set_batch_invariant,
-        set_block_size_multiple_of,
-        set_ignore_compile_dims,
-        set_num_sms,
-        set_pdl,
-        set_tc_util,
-        use_deterministic_algorithms,
-    )
-    from deep_gemm.prenorm import tf32_hc_prenorm_gemm
-    from deep_gemm.quantize import per_block_cast_to_fp8, per_channel_cast_to_fp8, per_token_cast_to_fp8
-    from deep_gemm.runtime.engine import debug_info, dump_debug_info
-    from deep_gemm.runtime.measuring import tuning
-    from deep_gemm.runtime.monitor import monitor
-    from deep_gemm.runtime.weight_promises import declare_constant, retract_constant
-    from deep_gemm.spec import align, ceil_div
+    from .layout import get_tma_aligned_size as get_tma_aligned_size
+    from .layout import set_mk_alignment_for_contiguous_layout as set_mk_alignment_for_contiguous_layout
+    from .layout import transform_sf_into_required_layout as transform_sf_into_required_layout
+    from .moe import fp8_moe as fp8_moe
+    from .operators import register_operators as register_operators
+    from .ops.cast_reference import ceil_to_ue8m0 as ceil_to_ue8m0
+    from .ops.cast_reference import dequantise as dequantise
+    from .ops.cast_reference import pack_ue8m0_to_int as pack_ue8m0_to_int
+    from .ops.cast_reference import per_custom_dims_cast_to_fp8 as per_custom_dims_cast_to_fp8
+    from .ops.epilogue import Epilogue as Epilogue
+    from .ops.fp4_reference import cast_back_from_fp4 as cast_back_from_fp4
+    from .ops.fp4_reference import per_token_cast_to_fp4 as per_token_cast_to_fp4
+    from .ops.fp4_reference import transpose_packed_fp4 as transpose_packed_fp4
+    from .options import get_batch_invariant as get_batch_invariant
+    from .options import get_block_size_multiple_of as get_block_size_multiple_of
+    from .options import get_deterministic_algorithms as get_deterministic_algorithms
+    from .options import get_num_sms as get_num_sms
+    from .options import get_pdl as get_pdl
+    from .options import get_tc_util as get_tc_util
+    from .options import set_batch_invariant as set_batch_invariant
+    from .options import set_block_size_multiple_of as set_block_size_multiple_of
+    from .options import set_ignore_compile_dims as set_ignore_compile_dims
+    from .options import set_num_sms as set_num_sms
+    from .options import set_pdl as set_pdl
+    from .options import set_tc_util as set_tc_util
+    from .options import use_deterministic_algorithms as use_deterministic_algorithms
+    from .prenorm import tf32_hc_prenorm_gemm as tf32_hc_prenorm_gemm
+    from .quantize import per_block_cast_to_fp8 as per_block_cast_to_fp8
+    from .quantize import per_channel_cast_to_fp8 as per_channel_cast_to_fp8
+    from .quantize import per_token_cast_to_fp8 as per_token_cast_to_fp8
+    from .runtime.engine import debug_info as debug_info
+    from .runtime.engine import dump_debug_info as dump_debug_info
+    from .runtime.measuring import tuning as tuning
+    from .runtime.monitor import monitor as monitor
+    from .runtime.weight_promises import declare_constant as declare_constant
+    from .runtime.weight_promises import retract_constant as retract_constant
+    from .spec import align as align
+    from .spec import ceil_div as ceil_div
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "CompileError",
-    "CompilerNotFoundError",
-    "CustomKernel",
-    "DeepGemmError",
-    "DriverError",
-    "Epilogue",
-    "InvalidInputError",
-    "LaunchConfig",
-    "NotWarmError",
-    "SettingError",
-    "UnsupportedError",
-    "align",
-    "backends",
-    "bf16_bmm",
-    "bf16_fp4_gemm_nt",
-    "bf16_gemm_nn",
-    "bf16_gemm_nt",
-    "bf16_gemm_tn",
-    "bf16_gemm_tt",
-    "bf16_m_grouped_gemm_nt_masked",
-    "cache_info",
-    "cast_back_from_fp4",
-    "ceil_div",
-    "ceil_to_ue8m0",
-    "compat",
-    "cublaslt_gemm_nn",
-    "cublaslt_gemm_nt",
-    "cublaslt_gemm_tn",
-    "cublaslt_gemm_tt",
-    "debug_info",
-    "declare_constant",
-    "dequantise",
-    "dump_debug_info",
-    "einsum",
-    "epilogue",
-    "fp8_bmm",
-    "fp8_einsum",
-    "fp8_fp4_gemm_nn",
-    "fp8_fp4_gemm_nt",
-    "fp8_fp4_gemm_tn",
-    "fp8_fp4_gemm_tt",
-    "fp8_fp4_mqa_logits",
-    "fp8_fp4_paged_mqa_logits",
-    "fp8_gemm_nn",
-    "fp8_gemm_nt",
-    "fp8_gemm_nt_skip_head_mid",
-    "fp8_gemm_tn",
-    "fp8_gemm_tt",
-    "fp8_m_grouped_gemm_nt_masked",
-    "fp8_moe",
-    "fp8_mqa_logits",
-    "fp8_paged_mqa_logits",
-    "fp16_bmm",
-    "fp16_gemm_nn",
-    "fp16_gemm_nt",
-    "fp16_gemm_tn",
-    "fp16_gemm_tt",
-    "fused",
-    "get_batch_invariant",
-    "get_block_size_multiple_of",
-    "get_deterministic_algorithms",
-    "get_k_alignment_for_contiguous_layout",
-    "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
-    "get_m_alignment_for_contiguous_layout",
-    "get_mk_alignment_for_contiguous_layout",
-    "get_mn_major_tma_aligned_packed_ue8m0_tensor",
-    "get_mn_major_tma_aligned_tensor",
-    "get_num_sms",
-    "get_paged_mqa_logits_metadata",
-    "get_pdl",
-    "get_tc_util",
-    "get_theoretical_mk_alignment_for_contiguous_layout",
-    "get_tma_aligned_size",
-    "k_grouped_bf16_gemm_tn_contiguous",
-    "k_grouped_fp8_gemm_nt_contiguous",
-    "k_grouped_fp8_gemm_nt_padded",
-    "kernel",
-    "m_grouped_bf16_fp4_gemm_nt_contiguous",
-    "m_grouped_bf16_fp4_gemm_nt_masked",
-    "m_grouped_bf16_gemm_nn_contiguous",
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked",
-    "m_grouped_fp8_fp4_gemm_nn_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_contiguous",
-    "m_grouped_fp8_fp4_gemm_nt_masked",
-    "m_grouped_fp8_gemm_nn_contiguous",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "m_grouped_fp8_gemm_nt_masked",
-    "monitor",
-    "nn",
-    "pack_ue8m0_to_int",
-    "per_block_cast_to_fp8",
-    "per_channel_cast_to_fp8",
-    "per_custom_dims_cast_to_fp8",
-    "per_token_cast_to_fp4",
-    "per_token_cast_to_fp8",
-    "precompile",
-    "quantize",
-    "register_operators",
-    "retract_constant",
-    "set_batch_invariant",
-    "set_block_size_multiple_of",
-    "set_ignore_compile_dims",
-    "set_mk_alignment_for_contiguous_layout",
-    "set_num_sms",
-    "set_pdl",
-    "set_tc_util",
-    "settings",
-    "tensor_map",
-    "testing",
-    "tf32_hc_prenorm_gemm",
-    "transform_fp4_weights",
-    "transform_sf_into_required_layout",
-    "transpose_packed_fp4",
-    "tuning",
-    "use_deterministic_algorithms",
-    "utils",
-]
-
-_LATE = {
-    "deep_gemm.aot.build": ("precompile",),
-    "deep_gemm.attention": (
-        "fp8_fp4_mqa_logits",
-        "fp8_fp4_paged_mqa_logits",
-        "fp8_gemm_nt_skip_head_mid",
-        "fp8_mqa_logits",
-        "fp8_paged_mqa_logits",
-        "get_paged_mqa_logits_metadata",
-    ),
-    "deep_gemm.batched": ("bf16_bmm", "einsum", "fp8_bmm", "fp8_einsum", "fp16_bmm"),
-    "deep_gemm.runtime.weight_promises": ("declare_constant", "retract_constant"),
-    "deep_gemm.cublaslt": ("cublaslt_gemm_nn", "cublaslt_gemm_nt", "cublaslt_gemm_tn", "cublaslt_gemm_tt"),
-    "deep_gemm.custom.kernel": ("CustomKernel", "kernel"),
-    "deep_gemm.custom.launch": ("LaunchConfig", "tensor_map"),
-    "deep_gemm.dense": (
-        "bf16_gemm_nn",
-        "bf16_gemm_nt",
-        "bf16_gemm_tn",
-        "bf16_gemm_tt",
-        "fp16_gemm_nn",
-        "fp16_gemm_nt",
-        "fp16_gemm_tn",
-        "fp16_gemm_tt",
-        "fp8_fp4_gemm_nn",
-        "fp8_fp4_gemm_tn",
-        "fp8_fp4_gemm_tt",
-        "fp8_gemm_nn",
-        "fp8_gemm_nt",
-        "fp8_gemm_tn",
-        "fp8_gemm_tt",
-    ),
-    "deep_gemm.fp4": (
-        "bf16_fp4_gemm_nt",
-        "fp8_fp4_gemm_nt",
-        "m_grouped_bf16_fp4_gemm_nt_contiguous",
-        "m_grouped_bf16_fp4_gemm_nt_masked",
-        "m_grouped_fp8_fp4_gemm_nt_contiguous",
-        "m_grouped_fp8_fp4_gemm_nt_masked",
-        "transform_fp4_weights",
-    ),
-    "deep_gemm.runtime.engine": ("debug_info", "dump_debug_info"),
-    "deep_gemm.grouped": (
-        "bf16_m_grouped_gemm_nt_masked",
-        "fp8_m_grouped_gemm_nt_masked",
-        "k_grouped_bf16_gemm_tn_contiguous",
-        "k_grouped_fp8_gemm_nt_contiguous",
-        "k_grouped_fp8_gemm_nt_padded",
-        "m_grouped_bf16_gemm_nn_contiguous",
-        "m_grouped_bf16_gemm_nt_contiguous",
-        "m_grouped_bf16_gemm_nt_masked",
-        "m_grouped_fp8_fp4_gemm_nn_contiguous",
-        "m_grouped_fp8_gemm_nn_contiguous",
-        "m_grouped_fp8_gemm_nt_contiguous",
-        "m_grouped_fp8_gemm_nt_masked",
-    ),
-    "deep_gemm.jit.info": ("cache_info",),
-    "deep_gemm.layout": (
-        "get_k_alignment_for_contiguous_layout",
-        "get_k_grouped_mn_major_tma_aligned_packed_ue8m0_tensor",
-        "get_m_alignment_for_contiguous_layout",
-        "get_mk_alignment_for_contiguous_layout",
-        "get_mn_major_tma_aligned_packed_ue8m0_tensor",
-        "get_mn_major_tma_aligned_tensor",
-        "get_theoretical_mk_alignment_for_contiguous_layout",
-        "get_tma_aligned_size",
-        "set_mk_alignment_for_contiguous_layout",
-        "transform_sf_into_required_layout",
-    ),
-    "deep_gemm.runtime.measuring": ("tuning",),
-    "deep_gemm.runtime.monitor": ("monitor",),
-    "deep_gemm.moe": ("fp8_moe",),
-    "deep_gemm.operators": ("register_operators",),
-    "deep_gemm.options": (
-        "get_batch_invariant",
-        "get_block_size_multiple_of",
-        "get_deterministic_algorithms",
-        "get_num_sms",
-        "get_pdl",
-        "get_tc_util",
-        "set_batch_invariant",
-        "set_block_size_multiple_of",
-        "set_ignore_compile_dims",
-        "set_num_sms",
-        "set_pdl",
-        "set_tc_util",
-        "use_deterministic_algorithms",
-    ),
-    "deep_gemm.prenorm": ("tf32_hc_prenorm_gemm",),
-    "deep_gemm.spec": ("align", "ceil_div"),
-    "deep_gemm.ops.cast_reference": (
-        "ceil_to_ue8m0",
-        "dequantise",
-        "pack_ue8m0_to_int",
-        "per_custom_dims_cast_to_fp8",
-    ),
-    "deep_gemm.ops.epilogue": ("Epilogue",),
-    "deep_gemm.ops.fp4_reference": ("cast_back_from_fp4", "per_token_cast_to_fp4", "transpose_packed_fp4"),
-    "deep_gemm.quantize": (
-        "per_block_cast_to_fp8",
-        "per_channel_cast_to_fp8",
-        "per_token_cast_to_fp8",
-    ),
-}
-"""The modules of the public names, except the errors and the settings. A module is imported when one of its names is
-used.
-
-So `deep-gemm --help`, or a program that only needs an error's class, does not wait for torch. A name that is also a
-module's, such as `settings`, cannot be in this table: importing the module would overwrite it.
-"""
-
-_PLACES = {name: module for module, names in _LATE.items() for name in names}
-_MODULES = ("backends", "compat", "epilogue", "fused", "nn", "quantize", "testing", "utils")
 
 
 def _check_unpacked() -> None:
@@ -374,11 +162,31 @@ def _find_checkout(beside: str) -> None:
 _find_checkout(os.path.dirname(os.path.abspath(__file__)))
 
 
+@functools.cache
+def _modules() -> Mapping[str, str]:
+    """The module of each public name: "" for a module of this package. Read from this file when it is first needed."""
+    import ast
+
+    with open(__file__, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    nodes = [part for node in tree.body for part in (node.body if isinstance(node, ast.If) else [node])]
+    return {
+        alias.name: node.module or ""
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+
+
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"deep_gemm.{name}")
-    if name in _PLACES:
-        found = getattr(importlib.import_module(_PLACES[name]), name)
+    if name == "__all__":
+        return sorted(_modules())
+    module = _modules().get(name)
+    if module == "":
+        return importlib.import_module(f"{__name__}.{name}")
+    if module is not None:
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     else:
         missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if importlib.util.find_spec(f"{__name__}.{name}"):  # `from deep_gemm import arch` asks here first
@@ -395,4 +203,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, "__version__", "__doc__", "__file__", "__name__", "__path__"})
+    return sorted({*_modules(), "__version__", "__doc__", "__file__", "__name__", "__path__"})

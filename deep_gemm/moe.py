@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .ops import checks, moe_chain
 
-__all__ = ["fp8_moe"]
-
 
 def fp8_moe(
     x: Tensor | tuple[Tensor, Tensor],
