@@ -51,7 +51,7 @@ def shipped() -> str:
     found = pack.read(path)
     assert not (problems := found.problems()), problems
     names = {kernel.name for kernel in found.kernels.values()}
-    wanted = [params for params in shipping.kernels_of() if kernels.get(params.kernel).entry(params) in names]
+    wanted = [params for params in shipping.kernels_of() if kernels.get(params.kernel).kernel_name(params) in names]
     assert len(wanted) == found.count, f"{found.count} kernels, of which this version would ship {len(wanted)}"
     with (
         tempfile.TemporaryDirectory() as empty,

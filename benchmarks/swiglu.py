@@ -28,7 +28,7 @@ from deep_gemm.kernels import epilogues
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.table import BF16, FP8
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.calls import Work, entry
+from deep_gemm.runtime.calls import LaunchSequence, make_entry
 from deep_gemm.testing import timing
 
 INNER, HIDDEN = 2048, 7168
@@ -48,10 +48,10 @@ class Forced(Dense):
         super().__init__(op, epilogue_tensors=tensors)
         self.launches = launches
 
-    def work(self, x: Any, device: int) -> Work:
+    def launches(self, x: Any, device: int) -> LaunchSequence:
         way = epilogues.apart if self.launches == 2 else lambda spec: (spec, None)
         with mock.patch.object(engine, "launches", lambda spec, device: way(spec)):
-            return super().work(x, device)
+            return super().launches(x, device)
 
 
 def forced(launches: int, op: str, a: Any, b: Any, d: Pair, epilogue: Epilogue) -> Callable[[], None]:
@@ -60,7 +60,7 @@ def forced(launches: int, op: str, a: Any, b: Any, d: Pair, epilogue: Epilogue) 
     operation = Forced(op, tuple(tensors), launches)
     given = {"a": a, "b": b, "d": d[0], "epilogue": epilogue.fp8_text, **tensors}
     arguments = [given.get(each.name, each.default) for each in operation.entry_arguments]
-    return functools.partial(entry(operation), *arguments)
+    return functools.partial(make_entry(operation), *arguments)
 
 
 def multiplied(op: str, m: int, n: int, k: int) -> tuple[Callable[..., None], Any, Any]:

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from chosen import entry
+from chosen import kernel_name
 from forced import COMPILING_THREADS
 
 from deep_gemm import arch, kernels
 from deep_gemm.params import Config, KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.operation import Operation
+from deep_gemm.runtime.operation import KernelOperation
 from deep_gemm.spec import GemmSpec, Spec
 
 
@@ -40,8 +40,8 @@ def kernels_of(calls: Iterable[Callable[[], object]]) -> set[KernelParams]:
     """The kernels of calls on a GPU, which nothing compiles or launches: outputs stay as they are. None on the CPU."""
     found: set[KernelParams] = set()
 
-    def prepare(operation: Operation, x: Any, device: int) -> Any:
-        found.update(params_of(step.spec, device) for step in operation.work(x, device).steps)
+    def prepare(operation: KernelOperation, x: Any, device: int) -> Any:
+        found.update(params_of(step.spec, device) for step in operation.launches(x, device).steps)
         return _Unmade()
 
     with mock.patch("deep_gemm.runtime.calls._prepare", prepare):
@@ -64,4 +64,4 @@ def built(wanted: Iterable[KernelParams]) -> Iterator[None]:
             list(pool.map(engine.build, known))
     with mock.patch.object(engine, "load", watched):
         yield
-    assert not others, f"not compiled before: {sorted(map(entry, others))}"
+    assert not others, f"not compiled before: {sorted(map(kernel_name, others))}"

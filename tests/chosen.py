@@ -34,9 +34,9 @@ def case(family: GemmFamily, *tile: Any, **options: Any) -> KernelParams:
     return family.case(family.config(*tile), **options)
 
 
-def entry(params: KernelParams) -> str:
+def kernel_name(params: KernelParams) -> str:
     """The kernel's name."""
-    return kernels.get(params.kernel).entry(params)
+    return kernels.get(params.kernel).kernel_name(params)
 
 
 def argument_names(params: KernelParams) -> list[str]:

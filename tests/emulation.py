@@ -44,7 +44,7 @@ class Emulated:
             (include / path.name).write_text(translated(_edited(path, edits)))
         arguments = self.kernel.arguments(params)
         call = ", ".join(f"*static_cast<{x.ctype}*>(cta::given[{i}])" for i, x in enumerate(arguments))
-        body = f"void call() {{ {self.kernel.entry(params)}({call}); }}"
+        body = f"void call() {{ {self.kernel.kernel_name(params)}({call}); }}"
         kernel = re.sub("(?<!extern) __shared__ ", " static ", translated(engine.build_request(params).source))
         code = f'#include "emulator_ptx.h"\n{kernel}\n{body}\n'
         source, library = folder / "kernel.cpp", folder / "kernel.so"

@@ -128,7 +128,9 @@ def force_gemm(
     MN-major and aligned."""
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
     if params.dtype != "e4m3" and not fits(params, m, n, k, num_sms):
-        raise ValueError(f"{kernels.get(params.kernel).entry(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs.")
+        raise ValueError(
+            f"{kernels.get(params.kernel).kernel_name(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs."
+        )
     strides = {name: tensor.stride() for name, tensor in tensors.items()}
     spec = spec_of(params, m, n, k, num_sms)
     made = kernels.get(params.kernel).launch_plan(params, spec, strides, pdl, constant_b, {"alpha": ALPHA})

@@ -68,7 +68,7 @@ class Launched(NamedTuple):
 
 
 def calls_behind(entry: Any, variant: int = 0) -> calls.Calls:
-    """The remembered calls behind a function that `calls.entry` returned, of one of its operations."""
+    """The remembered calls behind a function that `calls.make_entry` returned, of one of its operations."""
     found: calls.Calls = entry.__globals__[f"calls{variant}"]
     return found
 

@@ -31,7 +31,7 @@ def launch(operation: Any, arguments: dict[str, Any], config: Config, builder: B
     device = torch.cuda.current_device()
     x = operation.check(**arguments)
     with in_launches(1):
-        work = operation.work(x, device)
+        work = operation.launches(x, device)
     scratch = {name: torch.empty(shape, dtype=dtype, device=DEVICE) for name, (shape, dtype) in work.scratch.items()}
     places = {name: tensor.data_ptr() for name, tensor in {**x.tensors, **scratch}.items()}
     for step in work.steps:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from chosen import entry
+from chosen import kernel_name
 from cover import cover, traits
 from house_choices import DRAWN, PER_CHUNK, choices, draw
 from house_refusals import digest, refusals
@@ -54,7 +54,7 @@ WRITE = "If that is meant, run `python tests/house.py --write` and say why in th
 @functools.cache
 def cases() -> dict[str, KernelParams]:
     """Every case of every family, by the name of its kernel."""
-    return {entry(params): params for kernel in kernels.registry().values() for params in kernel.cases()}
+    return {kernel_name(params): params for kernel in kernels.registry().values() for params in kernel.cases()}
 
 
 @functools.cache
@@ -76,12 +76,12 @@ def unchanged() -> frozenset[str]:
 @functools.cache
 def covering() -> frozenset[str]:
     """Some 60 cases that have every feature of a kernel, which are compiled whatever has changed."""
-    return frozenset(entry(params) for params in cover(list(cases().values()), traits))
+    return frozenset(kernel_name(params) for params in cover(list(cases().values()), traits))
 
 
 def is_compiled_always(params: KernelParams) -> bool:
     """Whether ``make test`` compiles a case: one of the cover, or that is not as recorded."""
-    name = entry(params)
+    name = kernel_name(params)
     return name in covering() or name not in unchanged()
 
 

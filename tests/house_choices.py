@@ -110,7 +110,7 @@ def choice(spec: GemmSpec, known: calibration.Calibration) -> tuple[str, str]:
         outcome_or(lambda c=constant, p=pdl: first.launch_plan(params[0], spec, strides(spec), p, c, numbers(spec)))
         for constant, pdl in ((False, False), (True, True))
     ]
-    names = [kernels.get(each.kernel).entry(each) for each in params]
+    names = [kernels.get(each.kernel).kernel_name(each) for each in params]
     total = f"{ranked[0].estimate.total_us:.6g} {ranked[0].sustained_us:.6g}"
     return names[0], digest((names[1:], total, launches), 8)
 

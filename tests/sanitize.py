@@ -36,7 +36,7 @@ import head_cases
 import logit_runs
 import rows_runs
 import scaled_mutations
-from chosen import case, entry
+from chosen import case, kernel_name
 from cover import cover, everything, features
 from forced import DTYPES, compiled, force, force_gemm, load, nvrtc, operands, scaling_of
 from grouped_runs import is_right
@@ -87,7 +87,7 @@ def everyone(every: int) -> list[KernelParams]:
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
     """Those with ``part`` in their kernels' names."""
-    return [params for params in found if part in entry(params)]
+    return [params for params in found if part in kernel_name(params)]
 
 
 def sizes(config: GemmConfig) -> tuple[int, int, int, int]:

@@ -218,7 +218,7 @@ def main() -> int:
             is_lost = call.params not in known
             kinds[call.left] += is_lost or not call.left
             if is_lost and not call.left:
-                lost[f"{call.op} {kernels.get(call.params.kernel).entry(call.params)}"] += 1
+                lost[f"{call.op} {kernels.get(call.params.kernel).kernel_name(call.params)}"] += 1
         print(f"{card.name}: {lost.total() - before} of {calls} calls miss", flush=True)
     print(f"{len(used & known)} of the kernels were used, and {len(used - known)} others")
     for name in (*LEFT, *LEFT_OTHERS):

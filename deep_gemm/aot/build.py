@@ -322,7 +322,7 @@ def build(params: KernelParams) -> Outcome:
     except SettingError:
         raise
     except DeepGemmError as error:
-        return Outcome(kernels.get(params.kernel).entry(params), (), params, error=error)
+        return Outcome(kernels.get(params.kernel).kernel_name(params), (), params, error=error)
     return Outcome(binary.name, (), params, binary)
 
 

@@ -46,7 +46,7 @@ def order(params: Iterable[KernelParams]) -> list[KernelParams]:
     def place(one: KernelParams) -> tuple[int, str, str]:
         identity = json.dumps(one.to_json(), sort_keys=True)
         rows, columns = one.config.tile
-        return -rows * columns, kernels.get(one.kernel).entry(one), identity
+        return -rows * columns, kernels.get(one.kernel).kernel_name(one), identity
 
     return sorted(params, key=place)
 

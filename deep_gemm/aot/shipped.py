@@ -68,9 +68,9 @@ def ranked(asked: GemmSpec, arch: ArchSpec) -> list[tuple[GemmFamily, GemmConfig
     found: list[tuple[GemmFamily, GemmConfig]] = []
     for family in kernels.for_spec(asked, arch):
         configs: Sequence[GemmConfig] = family.fitting(asked, family.configs(arch))
-        found += [(family, config) for config in family.rules.shipped(asked, configs, family.serving)]
+        found += [(family, config) for config in family.template.shipped(asked, configs, family.serving)]
     plain = {_place(config) for _, config in found if not config.swap_ab}
-    return [(family, c) for family, c in found if not family.rules.yields(c) or _place(c) not in plain]
+    return [(family, c) for family, c in found if not family.template.yields(c) or _place(c) not in plain]
 
 
 def _place(config: GemmConfig) -> tuple[tuple[int, int], int, int]:

@@ -24,7 +24,7 @@ from ..ops.reference import (
     k_grouped_reference,
     m_grouped_reference,
 )
-from ..runtime.operation import Operation
+from ..runtime.operation import KernelOperation
 from .attention_operations import PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
 from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGroupedOperation
@@ -82,7 +82,7 @@ for _einsum in (*EINSUMS, FP8_EINSUM):
     kernel("torch", _einsum.name)(functools.partial(each_head, _einsum))
 
 
-def on_any_device(operation: Operation, *arguments: Any) -> None:
+def on_any_device(operation: KernelOperation, *arguments: Any) -> None:
     """An operation's reference, where its public function would run a kernel."""
     checked = operation.check(*arguments)
     if checked is not None:

@@ -21,7 +21,7 @@ from deep_gemm.bench.shapes import Problem
 from deep_gemm.errors import DeepGemmError
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.layouts import TMA_BYTES
-from deep_gemm.runtime.calls import Operation, Step
+from deep_gemm.runtime.calls import KernelOperation, Step
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import calc_diff, timing
 
@@ -55,7 +55,7 @@ class Operands:
         a, b = (self.a, self.b) if self.sfa is None else ((self.a, self.sfa), (self.b, self.sfb))
         return (a, b, self.d, self.d) if self.accumulate else (a, b, self.d)
 
-    def checked(self) -> tuple[Operation, Any]:
+    def checked(self) -> tuple[KernelOperation, Any]:
         """The operation, and its checked operands."""
         op = self.shape.op
         operation = Dense(ops.DEFAULT if op in FP8_OPS else _nt(op), self.accumulate)
@@ -118,7 +118,7 @@ def addressable(shape: GemmShape) -> bool:
 def placed(x: Operands, device: int) -> tuple[Step, Mapping[str, int]]:
     """The launch of a call's GEMM, and the addresses of its operands."""
     operation, checked = x.checked()
-    step = operation.work(checked, device).steps[-1]
+    step = operation.launches(checked, device).steps[-1]
     return step, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
 
 

@@ -45,7 +45,7 @@ Row = dict[str, Any]
 def name_of(config: GemmConfig, asked: GemmSpec, spec: archs.ArchSpec) -> str:
     """The name of a config in rows: its kernel's entry."""
     params = engine.kernel_params(asked, config, spec)
-    return kernels.get(params.kernel).entry(params)
+    return kernels.get(params.kernel).kernel_name(params)
 
 
 @dataclass

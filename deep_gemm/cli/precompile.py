@@ -152,7 +152,7 @@ def command(
         "unknown": list(found.unknown),
         "untrained": list(workload.untrained(found.layers)) if training else [],
         "kernels": len(work.kernels),
-        "others": sorted(kernels.get(x.kernel).entry(x) for x, asking in work.kernels.items() if not asking),
+        "others": sorted(kernels.get(x.kernel).kernel_name(x) for x, asking in work.kernels.items() if not asking),
     }
     where = f"{arch} ({', '.join(report['cards'])})"
     lacking, nothing = bool(found.problems or work.impossible), not work.kernels

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, ParamSpec
 
-from deep_gemm.runtime.calls import entry
+from deep_gemm.runtime.calls import make_entry
 
 from .. import arch as archs
 from ..errors import InvalidInputError
@@ -56,7 +56,7 @@ class CustomKernel(Generic[P]):
             raise InvalidInputError(f"strided of {self.name}: {', '.join(sorted(unknown))} is no tensor of it.")
         found = _source(self.name, body, source, template)
         self._operation = CustomOperation(declared, found, function, strided, needs)
-        self._entry = entry(self._operation)
+        self._entry = make_entry(self._operation)
         self._signature, self._count = signature, len(signature.parameters)
         self.__doc__, self.__wrapped__ = function.__doc__, function
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deep_gemm import arch
 from deep_gemm.records import record
 from deep_gemm.runtime import debug_record, engine
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..jit.binary import Binary
@@ -98,7 +98,7 @@ class CustomPlan(engine.Plan):
         return found if pdl else replace(found, shape=replace(found.shape, pdl=False))
 
 
-class CustomOperation(Operation):
+class CustomOperation(KernelOperation):
     """A user's kernel as an operation, so that `deep_gemm.runtime.calls`, monitors and DG_FALLBACK work with it."""
 
     apart = False
@@ -167,9 +167,9 @@ class CustomOperation(Operation):
         constants = tuple(sorted(config.constants.items()))
         return CustomSpec(CustomConfig(self.name, config.block, constants), LaunchPlan(shape, packed))
 
-    def work(self, x: CustomOperands, device: int) -> Work:
+    def launches(self, x: CustomOperands, device: int) -> LaunchSequence:
         spec: Any = x.spec
-        return Work((Step(spec, {}, self.operands),))
+        return LaunchSequence((Step(spec, {}, self.operands),))
 
     def plan(self, step: Step, device: int) -> CustomPlan:
         """The kernel. It is compiled and loaded the first time."""

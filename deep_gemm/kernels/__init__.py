@@ -73,7 +73,7 @@ def for_spec(spec: GemmSpec, arch: ArchSpec | None = None) -> list[GemmFamily]:
 def memory_bytes(spec: GemmSpec, arch: ArchSpec) -> int:
     """Bytes of the operand ``memory``, in which parts of K meet, that kernels for ``spec`` need at most."""
     here = [family for family in gemms().values() if arch.name in family.archs and spec.grouping in family.groupings]
-    return max((family.rules.memory_bytes(spec) for family in here), default=0)
+    return max((family.template.memory_bytes(spec) for family in here), default=0)
 
 
 def for_helper(spec: Spec, arch: ArchSpec) -> KernelFamily:

@@ -103,7 +103,7 @@ class KernelFamily(ABC):
     """
 
     name: str
-    template: str
+    template_file: str
     """File name of the template, in ``templates/kernels``."""
     archs: tuple[str, ...] = (SM90.name,)
     """Compiler targets that the family can be built for. Tests compile its cases for the first one."""
@@ -150,7 +150,7 @@ class KernelFamily(ABC):
         """Dynamic shared memory of one CTA."""
 
     @abstractmethod
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """The extern "C" name of the kernel: readable in a profiler, and a safe file name."""
 
     @abstractmethod
@@ -179,7 +179,7 @@ class KernelFamily(ABC):
     def fields(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """All variables of the template, and no others."""
         signature = ", ".join(argument.declaration for argument in self.arguments(params))
-        return {**self.constants(params), "name": self.entry(params), "signature": signature}
+        return {**self.constants(params), "name": self.kernel_name(params), "signature": signature}
 
     def struct_fields(self, params: KernelParams) -> str:
         """The fields of the device code's struct ``Arguments``: numbers, addresses, and pointers to structs in constant

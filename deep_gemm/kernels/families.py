@@ -48,7 +48,7 @@ def _any_scaling(config: GemmConfig) -> dict[str, Any]:
 
 FP8_GEMM = GemmFamily(
     name="sm90_fp8_gemm",
-    rules=Fp8Gemm(),
+    template=Fp8Gemm(),
     serving=serving.FP8_GEMM,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -67,7 +67,7 @@ FP8_GEMM = GemmFamily(
 
 FP8_ROWS = GemmFamily(
     name="sm90_fp8_rows",
-    rules=Fp8Gemm(by_rows=True),
+    template=Fp8Gemm(by_rows=True),
     serving=serving.FP8_ROWS,
     dtypes=("e4m3",),
     scalings=("rowwise",),
@@ -80,7 +80,7 @@ FP8_ROWS = GemmFamily(
 
 FP8_SWAPPED = GemmFamily(
     name="sm90_fp8_swapped",
-    rules=Fp8Swapped(),
+    template=Fp8Swapped(),
     serving=serving.FP8_SWAPPED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -100,7 +100,7 @@ FP8_SWAPPED = GemmFamily(
 
 FP8_SCALED = GemmFamily(
     name="sm90_fp8_scaled",
-    rules=Fp8Scaled(),
+    template=Fp8Scaled(),
     serving=serving.FP8_SCALED,
     dtypes=("e4m3",),
     scalings=("1d1d", "1d2d", "rowwise"),
@@ -132,7 +132,7 @@ FP8_SCALED = GemmFamily(
 
 FP8_SCALED_SWAPPED = GemmFamily(
     name="sm90_fp8_scaled_swapped",
-    rules=Fp8ScaledSwapped(),
+    template=Fp8ScaledSwapped(),
     serving=serving.FP8_SCALED_SWAPPED,
     dtypes=("e4m3",),
     scalings=("rowwise", "1d2d"),  # with 1D1D a token's scale and a weight's would both change with each block of K
@@ -154,7 +154,7 @@ FP8_SCALED_SWAPPED = GemmFamily(
 
 FP8_BATCHED = GemmFamily(
     name="sm90_fp8_batched",
-    rules=Fp8Scaled(groups="batch"),
+    template=Fp8Scaled(groups="batch"),
     serving=serving.FP8_BATCHED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -171,7 +171,7 @@ FP8_BATCHED = GemmFamily(
 
 FP8_BATCHED_SWAPPED = GemmFamily(
     name="sm90_fp8_batched_swapped",
-    rules=Fp8ScaledSwapped(batched=True),
+    template=Fp8ScaledSwapped(batched=True),
     serving=serving.FP8_BATCHED_SWAPPED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -189,7 +189,7 @@ FP8_BATCHED_SWAPPED = GemmFamily(
 
 FP8_HEADS = GemmFamily(
     name="sm90_fp8_heads",
-    rules=Fp8Scaled(groups="heads"),
+    template=Fp8Scaled(groups="heads"),
     serving=serving.FP8_BATCHED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -205,7 +205,7 @@ FP8_HEADS = GemmFamily(
 
 FP8_GROUPED = GemmFamily(
     name="sm90_fp8_grouped",
-    rules=Fp8Scaled(groups="m"),
+    template=Fp8Scaled(groups="m"),
     serving=serving.FP8_GROUPED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -223,7 +223,7 @@ FP8_GROUPED = GemmFamily(
 
 FP8_K_GROUPED = GemmFamily(
     name="sm90_fp8_k_grouped",
-    rules=Fp8Scaled(groups="k"),
+    template=Fp8Scaled(groups="k"),
     serving=serving.FP8_K_GROUPED,
     dtypes=("e4m3",),
     scalings=("1d1d", "1d2d"),
@@ -241,7 +241,7 @@ FP8_K_GROUPED = GemmFamily(
 
 HALF_GEMM = GemmFamily(
     name="sm90_half_gemm",
-    rules=HalfGemm(),
+    template=HalfGemm(),
     serving=serving.HALF_GEMM,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
@@ -272,7 +272,7 @@ HALF_GEMM = GemmFamily(
 
 HALF_SWAP_AB = GemmFamily(
     name="sm90_half_turned",
-    rules=HalfGemm(swap_ab=True),
+    template=HalfGemm(swap_ab=True),
     serving=serving.HALF_SWAP_AB,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
@@ -297,7 +297,7 @@ HALF_SWAP_AB = GemmFamily(
 
 HALF_SWAPPED = GemmFamily(
     name="sm90_half_swapped",
-    rules=HalfSwapped(),
+    template=HalfSwapped(),
     serving=serving.HALF_SWAPPED,
     dtypes=("bf16", "f16"),
     forms=("nt", "nn"),  # few rows of A are loaded at a time
@@ -320,7 +320,7 @@ HALF_SWAPPED = GemmFamily(
 
 HALF_GROUPED = GemmFamily(
     name="sm90_half_grouped",
-    rules=HalfGemm(groups="m"),
+    template=HalfGemm(groups="m"),
     serving=serving.HALF_GROUPED,
     dtypes=("bf16", "f16"),
     forms=("nt", "nn"),
@@ -338,7 +338,7 @@ HALF_GROUPED = GemmFamily(
 
 HALF_K_GROUPED = GemmFamily(
     name="sm90_half_k_grouped",
-    rules=HalfGemm(groups="k"),
+    template=HalfGemm(groups="k"),
     serving=serving.HALF_K_GROUPED,
     dtypes=("bf16", "f16"),
     forms=("tn",),
@@ -354,7 +354,7 @@ HALF_K_GROUPED = GemmFamily(
 
 HALF_BATCHED = GemmFamily(
     name="sm90_half_batched",
-    rules=HalfGemm(groups="batch"),
+    template=HalfGemm(groups="batch"),
     serving=serving.HALF_BATCHED,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
@@ -372,7 +372,7 @@ HALF_BATCHED = GemmFamily(
 
 HALF_SUMMED = GemmFamily(
     name="sm90_half_summed",
-    rules=HalfGemm(groups="sum"),
+    template=HalfGemm(groups="sum"),
     serving=serving.HALF_SUMMED,
     dtypes=("bf16",),
     outputs=("f32", "bf16"),

@@ -36,7 +36,7 @@ def _none(spec: GemmSpec) -> None:
 
 @record(frozen=True, eq=False)
 class GemmFamily(KernelFamily):
-    """One family: ``rules`` of its template, and the ``serving`` set as arguments of `Template.make`.
+    """One family: its ``template``, and the ``serving`` set as arguments of `Template.make`.
 
     It is built for ``archs``. It takes operands of ``dtypes`` in the ``forms`` and ``scalings``, writes D in
     ``outputs``, adds C in the ways ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D whose rows
@@ -46,7 +46,7 @@ class GemmFamily(KernelFamily):
     """
 
     name: str
-    rules: Template
+    template: Template
     serving: tuple[tuple[Any, ...], ...]
     dtypes: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -64,22 +64,22 @@ class GemmFamily(KernelFamily):
     archs: tuple[str, ...] = (SM90.name,)
 
     @property
-    def template(self) -> str:  # type: ignore[override]
-        return self.rules.file
+    def template_file(self) -> str:  # type: ignore[override]
+        return self.template.file
 
     @property
     def mma_instruction(self) -> str:  # type: ignore[override]
-        return self.rules.mma_instruction
+        return self.template.mma_instruction
 
     @property
     def has_epilogues(self) -> bool:
         """Whether it takes all that `Parts` has: one product does, and groups along M do."""
-        return self.rules.takes_epilogues and set(self.groupings) <= {"none", *ALONG_M}
+        return self.template.takes_epilogues and set(self.groupings) <= {"none", *ALONG_M}
 
     @property
     def has_residuals(self) -> bool:
         """Whether it adds a residual. Wide tiles of others have too few registers for its addresses."""
-        return self.groupings == ("none",) and self.rules.adds_residuals
+        return self.groupings == ("none",) and self.template.adds_residuals
 
     # ---- which specs, and which configs
 
@@ -95,7 +95,7 @@ class GemmFamily(KernelFamily):
         if spec.form not in self.forms:
             return f"the layouts of A and B must be {', '.join(self.forms).upper()}, not {spec.form.upper()}"
         for name, operand in (("A", a), ("B", b)):
-            if why := self.rules.unreadable(name, operand):
+            if why := self.template.unreadable(name, operand):
                 return why
         outputs = [a.dtype if output == SAME else output for output in self.outputs]
         if d.dtype not in outputs or (d.major, d.scaling) != ("mn", "1x128" if d.dtype == "e4m3" else "none"):
@@ -107,8 +107,8 @@ class GemmFamily(KernelFamily):
         parts = spec.epilogue
         if parts and not self.has_epilogues:
             return f"it has no epilogue, and {parts} is asked for"
-        if parts.is_gated != self.rules.gated:
-            return "it computes products with a gate only" if self.rules.gated else "it has no gate for SwiGLU"
+        if parts.is_gated != self.template.gated:
+            return "it computes products with a gate only" if self.template.gated else "it has no gate for SwiGLU"
         if not self.has_residuals and (matrix := next((x for x in parts.tensors if x in MATRICES), "")):
             return f"it adds no {matrix}"
         if spec.grouping != "none" and parts.expression:
@@ -119,7 +119,7 @@ class GemmFamily(KernelFamily):
             return f"D of FP8 has scales, which an epilogue asks for, but D is {d.dtype} and the epilogue {parts}"
         if parts.cast and (parts.refusal() or spec.accumulate != "none"):
             return "it adds nothing to a D of FP8 but a bias"
-        if parts.cast and (columns := self.rules.columns_of_d(spec.n)) % SCALE_BLOCK:
+        if parts.cast and (columns := self.template.columns_of_d(spec.n)) % SCALE_BLOCK:
             return f"columns of a D of FP8 must be a multiple of {SCALE_BLOCK}, not {columns}"
         if parts.cast and not d.aligned:
             return "rows of a D of FP8 must begin on 16-byte boundaries"
@@ -129,7 +129,7 @@ class GemmFamily(KernelFamily):
 
     def config(self, *tile: Any, arch: ArchSpec | None = None, **options: Any) -> GemmConfig:
         """A config of this family; see `Template.make` of its template."""
-        return self.rules.make(self.name, *tile, arch=arch or self.arch, **options)
+        return self.template.make(self.name, *tile, arch=arch or self.arch, **options)
 
     def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """The serving set. A test shows that all of it is legal."""
@@ -137,16 +137,16 @@ class GemmFamily(KernelFamily):
 
     def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """Every config that is legal on ``arch``, each once: for surveys and tuners."""
-        return _legal_of(self, tuple(self.rules.tiles()), arch)
+        return _legal_of(self, tuple(self.template.tiles()), arch)
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
-        return self.rules.illegal(config, arch)
+        return self.template.illegal(config, arch)
 
     def offered(self, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
         """The configs that the model ranks for ``spec``, of ``configs``, which are of the serving set; see
         `Template.offered`."""
-        return self.rules.offered(spec, configs, self.serving)
+        return self.template.offered(spec, configs, self.serving)
 
     def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
         """Whether the legal config ``config`` can run ``spec``, however slowly: it respects the caller's limits, sums K
@@ -156,7 +156,7 @@ class GemmFamily(KernelFamily):
     def fitting(self, spec: GemmSpec, configs: Iterable[GemmConfig]) -> list[GemmConfig]:
         """The configs for which `fits` is true."""
         multiple_m, multiple_n = spec.block_multiple
-        adds_c, scaling, fits = self.adds_c(spec), spec.scaling, self.rules.fits
+        adds_c, scaling, fits = self.adds_c(spec), spec.scaling, self.template.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
         has_epilogue = bool(spec.epilogue)
         return [
@@ -169,7 +169,7 @@ class GemmFamily(KernelFamily):
             and (spec.whole_gpu or c.ctas_per_sm == 1)
             and not (spec.batch_invariant and (c.cluster_k * c.consumers_k > 1 or c.parts))
             and alignment % c.block_m == 0
-            and not (has_epilogue and not self.rules.finishes(c))
+            and not (has_epilogue and not self.template.finishes(c))
             and fits(spec, c, adds_c, scaling)
         ]
 
@@ -178,7 +178,7 @@ class GemmFamily(KernelFamily):
         if spec.accumulate == "none":
             return "none"
         in_place = spec.accumulate == "in place" and spec.d.dtype == "f32" and spec.d.aligned
-        by_tma = in_place and self.rules.adds_in_memory and not spec.epilogue
+        by_tma = in_place and self.template.adds_in_memory and not spec.epilogue
         return "tma" if by_tma else "threads"
 
     def describe(self, config: Any) -> str:
@@ -190,7 +190,7 @@ class GemmFamily(KernelFamily):
 
     def speeds(self, spec: GemmSpec) -> str:
         """See `Template.speeds`."""
-        return self.rules.speeds(spec)
+        return self.template.speeds(spec)
 
     def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
         """The inputs of the performance model. Groups are estimated as one product with about as much work."""
@@ -239,16 +239,16 @@ class GemmFamily(KernelFamily):
         if config.parts:  # the consumers that add all parts store them
             params = replace(params, store="direct", adds_c=params.adds_c.replace("tma", "threads"))
         table = groups.table_bytes(params.grouping, params.segments)
-        return replace(params, config=self.rules.fitted(params, table, arch))
+        return replace(params, config=self.template.fitted(params, table, arch))
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """The serving set, and `varied`."""
         arch = arch or self.arch
         configs = self.configs(arch)
         serving = [self.case(config, arch, **self.serving_options(config)) for config in configs]
-        has_all = self.has_epilogues and not self.rules.gated  # those of gates are in `varied`
+        has_all = self.has_epilogues and not self.template.gated  # those of gates are in `varied`
         both = (Parts(bias="f32", activation="gelu"), epilogues.every(self.has_residuals)) if has_all else ()
-        able = [config for config in configs if self.rules.finishes(config)]
+        able = [config for config in configs if self.template.finishes(config)]
         finished = [self.case(able[-index], arch, epilogue=parts) for index, parts in enumerate(both)]
         varied = [self.case(self.config(*tile, arch=arch), arch, **more) for tile, more in self.varied]
         return serving + varied + finished
@@ -258,13 +258,13 @@ class GemmFamily(KernelFamily):
         return []
 
     def post_pass(self, params: KernelParams) -> PostPass | None:
-        return self.rules.post_pass(params)
+        return self.template.post_pass(params)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        return self.rules.shared_bytes(params) + groups.table_bytes(params.grouping, params.segments)
+        return self.template.shared_bytes(params) + groups.table_bytes(params.grouping, params.segments)
 
-    def entry(self, params: KernelParams) -> str:
-        return kernel_name(params, self.rules, self.prefix, self.tile_prefix)
+    def kernel_name(self, params: KernelParams) -> str:
+        return kernel_name(params, self.template, self.prefix, self.tile_prefix)
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         given: dict[str, str | int | bool] = {
@@ -274,7 +274,7 @@ class GemmFamily(KernelFamily):
             "arguments": self.struct(params),
             "argument_fields": self.struct_fields(params),
         }
-        return self.rules.constants(params, given)
+        return self.template.constants(params, given)
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
         return _arguments_of(self, params)
@@ -294,12 +294,12 @@ class GemmFamily(KernelFamily):
 
         Numbers: "alpha", if the epilogue has it; with FP8 in groups along K "blocks", those of K that the scales of A
         and of B have; with heads "heads", the columns of a head of D on the left, in the middle and on the right."""
-        c, pdl = params.gemm, pdl and self.rules.starts_early
-        grid, values = self.rules.launch(params, spec, strides, numbers, constant and pdl)
+        c, pdl = params.gemm, pdl and self.template.starts_early
+        grid, values = self.template.launch(params, spec, strides, numbers, constant and pdl)
         values |= epilogues.values(params.epilogue, strides, numbers)
         shape = LaunchShape(
             grid=grid,
-            block=self.rules.num_threads(c),
+            block=self.template.num_threads(c),
             dynamic_shared=self.shared_bytes(params),
             cluster=(c.cluster_size, 1, 1),
             pdl=pdl,
@@ -314,21 +314,21 @@ def _legal_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: Arch
 
 @functools.cache
 def _configs_of(family: GemmFamily, tiles: tuple[tuple[Any, ...], ...], arch: ArchSpec) -> tuple[GemmConfig, ...]:
-    make, name = family.rules.make, family.name
+    make, name = family.template.make, family.name
     return tuple([make(name, *tile, arch=arch) for tile in tiles])
 
 
 @functools.lru_cache(maxsize=64)
 def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, ...]:
     """Cached, since a first call asks for them four times."""
-    return family.rules.arguments(params) + epilogues.arguments(params.epilogue)
+    return family.template.arguments(params) + epilogues.arguments(params.epilogue)
 
 
 @functools.cache
 def _costs(
     family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
 ) -> tuple[Costs, Mapping[str, float], int]:
-    found = family.rules.costs(config, output, aligned, scaling)
+    found = family.template.costs(config, output, aligned, scaling)
     return found, constant_features(found, config), archs.get(family.archs[0]).num_sms
 
 

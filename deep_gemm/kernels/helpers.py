@@ -44,7 +44,7 @@ class Helper(KernelFamily):
     archs: tuple[str, ...] = EVERY_ARCH
 
     @property
-    def template(self) -> str:  # type: ignore[override]
+    def template_file(self) -> str:  # type: ignore[override]
         return f"{self.name}.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
@@ -73,7 +73,7 @@ class Helper(KernelFamily):
     def shared_bytes(self, params: KernelParams) -> int:
         return 0
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         return self.name
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:

@@ -59,7 +59,7 @@ class LogitsConfig(Config):
 class LogitsFamily(KernelFamily):
     """The base class of kernels for logits."""
 
-    template = "sm90_fp8_mqa_logits.cu.jinja"
+    template_file = "sm90_fp8_mqa_logits.cu.jinja"
     mma_instruction = "QGMMA"
     paged: bool
     source: str
@@ -124,7 +124,7 @@ class LogitsFamily(KernelFamily):
             "arguments": self.struct(params),
         }
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``fp8_mqa_logits_h64_d128_f32_q4``."""
         config = self.typed(params)
         return f"{self.name.removeprefix('sm90_')}_h{config.heads}_d{config.dim}_{params.output}_q{config.tokens}"

@@ -29,7 +29,7 @@ class _OneConfig(KernelFamily):
     config: TileConfig
 
     @property
-    def template(self) -> str:  # type: ignore[override]
+    def template_file(self) -> str:  # type: ignore[override]
         return f"{self.name}.cu.jinja"
 
     def configs(self, arch: ArchSpec) -> tuple[TileConfig, ...]:
@@ -111,7 +111,7 @@ class DispatchFamily(_OneConfig):
         grid = min(spec.tokens, spec.num_sms), 1, 1
         return LaunchShape(grid=grid, block=self.config.num_threads, dynamic_shared=0, pdl=pdl), values
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``moe_dispatch_masked_weights_bf16``."""
         masked, *given = params.options
         return "_".join([self.name, "masked" if masked else "psum", *map(str, given), params.dtype])
@@ -171,7 +171,7 @@ class CombineFamily(_OneConfig):
         grid = ceil_div(spec.tokens * (spec.width // 8), self.config.num_threads), 1, 1
         return LaunchShape(grid=grid, block=self.config.num_threads, dynamic_shared=0, pdl=pdl), values
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``moe_combine_weights``."""
         return f"{self.name}_weights" if params.options[0] else self.name
 

@@ -59,7 +59,7 @@ class QuantizeFamily(KernelFamily):
 
     name = "quantize"
     archs = EVERY_ARCH
-    template = "quantize.cu.jinja"
+    template_file = "quantize.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except casts with an output."""
@@ -160,7 +160,7 @@ class QuantizeFamily(KernelFamily):
         """None: shared memory is static."""
         return 0
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``quantize_bf16_row_t_column`` or ``quantize_bf16_row_128x128``."""
         p = _variant(params)
         parts = [

@@ -104,7 +104,7 @@ class RowsFamily(KernelFamily):
 
     name = "rows"
     archs = EVERY_ARCH
-    template = "rows.cu.jinja"
+    template_file = "rows.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except functions of rows of 16-bit elements."""
@@ -193,7 +193,7 @@ class RowsFamily(KernelFamily):
         """None: shared memory is static."""
         return 0
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``rms_norm_residual_bf16_e4m3_1x8192``."""
         aligned = "" if params.store == "tma" else "direct"
         parts = [*map(str, params.options), params.dtype, params.output, self.describe(params.config), aligned]

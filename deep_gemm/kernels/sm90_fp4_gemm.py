@@ -84,7 +84,7 @@ class Fp4Family(KernelFamily):
     """See ``templates/include/fp4_gemm.cuh`` and ``fp4_split.cuh``."""
 
     name = "sm90_fp4_gemm"
-    template = f"{name}.cu.jinja"
+    template_file = f"{name}.cu.jinja"
     mma_instruction = "GMMA"
 
     def refuses(self, spec: Spec) -> str | None:
@@ -257,7 +257,7 @@ class Fp4Family(KernelFamily):
         owned = ceil_div(c.tokens // 8, splits)
         return stages * (block + piece + 16) + 2 * owned * (1024 + (splits - 1) * 2048) + 32
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``m_grouped_fp8_fp4_gemm_24x256_masked_g32``."""
         c = self.typed(params)
         kind = "fp8" if params.dtype == "e4m3" else "bf16"

@@ -50,7 +50,7 @@ class PrenormFamily(KernelFamily):
     """See ``templates/include/prenorm.cuh``."""
 
     name = "sm90_tf32_hc_prenorm_gemm"
-    template = f"{name}.cu.jinja"
+    template_file = f"{name}.cu.jinja"
 
     def refuses(self, spec: Spec) -> str | None:
         """Refuses every spec except these products."""
@@ -153,7 +153,7 @@ class PrenormFamily(KernelFamily):
         stage = 128 * config.rows + 256 * config.columns
         return stages * (stage + 16) + config.warps * 16 * (config.columns + 1) * 4
 
-    def entry(self, params: KernelParams) -> str:
+    def kernel_name(self, params: KernelParams) -> str:
         """Such as ``tf32_hc_prenorm_gemm_n24_128x4``."""
         config = self.typed(params)
         return f"tf32_hc_prenorm_gemm_n{config.columns}_{self.describe(config)}"

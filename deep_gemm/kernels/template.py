@@ -171,7 +171,7 @@ class Template(ABC):
         kernel that still runs writes the weights, and this one may start before they have ended."""
 
 
-def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix: str) -> str:
+def kernel_name(params: KernelParams, template: Template, prefix: str, tile_prefix: str) -> str:
     """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma`` or ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
     p, c = params, params.gemm
     head = f"{NAMES[p.dtype]}_gemm"
@@ -179,20 +179,20 @@ def kernel_name(params: KernelParams, rules: Template, prefix: str, tile_prefix:
         kind = [prefix or f"{head}_{p.scaling}_{p.output}"]
     else:
         kind = [head, p.form, p.output if p.output != p.dtype else ""]
-    k = f"k{c.cluster_k}" + (f"x{c.consumers_k}" if rules.names_consumers_k else "")
+    k = f"k{c.cluster_k}" + (f"x{c.consumers_k}" if template.names_consumers_k else "")
     parts = [
         _HEADS.get(p.grouping, "m_grouped"),
         *kind,
         NAMES[p.adds_c],
         f"{tile_prefix}{c.block_m}x{c.block_n}_s{c.num_stages}",
-        f"p{c.num_partials}" if rules.names_partials else "",
+        f"p{c.num_partials}" if template.names_partials else "",
         f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
         k if c.k_splits > 1 else "",
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         "" if c.persistent else "once",
         "b1" if c.buffers == 1 else "",
         "parts" if c.parts else "",
-        rules.name_of_options(c),
+        template.name_of_options(c),
         "" if p.grouping in _HEADS else p.grouping,
         f"g{p.segments}" if p.grouping in groups.WITH_TABLE else "",
         re.sub(r"\W", "_", p.epilogue.label) if p.epilogue else "",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, half_gemm_reference
-from deep_gemm.runtime.calls import byte_range, entry
+from deep_gemm.runtime.calls import byte_range, make_entry
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..spec import SCALE_BLOCK, Major, ceil_div
@@ -49,7 +49,7 @@ class Batched(Gemm):
         self.fallbacks = MappingProxyType({"cublaslt": batched_by_cublaslt})
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`."""
+        """See `KernelOperation.axes`."""
         return _axes(form or PLAIN)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
@@ -123,7 +123,7 @@ class Summed(Gemm):
         self.fallbacks = MappingProxyType({"cublaslt": summed_by_cublaslt})
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`."""
+        """See `KernelOperation.axes`."""
         return _axes(SUM)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
@@ -324,7 +324,7 @@ def _write_zeros(d: Tensor) -> None:
         d.zero_()
 
 
-fp8, bf16, fp16 = (entry(Batched(name)) for name in (BMM_FP8, BMM_BF16, BMM_FP16))
+fp8, bf16, fp16 = (make_entry(Batched(name)) for name in (BMM_FP8, BMM_BF16, BMM_FP16))
 """The functions behind the public ones: a, b, d, options, form."""
-bf16_sum = entry(Summed(SUM_BF16), Summed(SUM_BF16, accumulates=True))
+bf16_sum = make_entry(Summed(SUM_BF16), Summed(SUM_BF16, accumulates=True))
 """Arguments: a, b, d, c, compiled_dims."""

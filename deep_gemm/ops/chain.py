@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from deep_gemm.runtime.calls import Operation, Step, Work
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Step
 from deep_gemm.runtime.operation import SCRATCH_ALIGNMENT
 
 from ..errors import InvalidInputError
@@ -97,7 +97,7 @@ def pair(name: str, padded: bool = False) -> tuple[str, str]:
 class Link:
     """An operation of a chain, with its arguments: tensors, and others."""
 
-    operation: Operation
+    operation: KernelOperation
     tensors: Named
     options: Mapping[str, Any]
 
@@ -123,11 +123,11 @@ class Link:
 @record(frozen=True, eq=False)
 class ChainOperands:
     """Checked operands: those of the chain, and for each of its operations with something to do its checked operands
-    and the chain's names of them. ``inside`` says where the others lie: see `Work`."""
+    and the chain's names of them. ``inside`` says where the others lie: see `LaunchSequence`."""
 
     tensors: Mapping[str, Tensor]
     device: torch.device
-    parts: Sequence[tuple[Operation, Any, Mapping[str, str]]]
+    parts: Sequence[tuple[KernelOperation, Any, Mapping[str, str]]]
     inside: Mapping[str, tuple[str, int]]
     scratch_bytes: int
     zeroed: bool
@@ -144,7 +144,7 @@ class Links:
     zeroed: bool
 
 
-class Chain(Operation):
+class Chain(KernelOperation):
     """Several operations as one. `links` says which, and in which order."""
 
     rows: tuple[str, ...] = ()
@@ -187,24 +187,24 @@ class Chain(Operation):
             checks.check_no_overlap(name, tensors[name] if tensors[name].dim() == 2 else tensors[name][None], others)
         return ChainOperands(tensors, device, parts, inside, chain.scratch.bytes, chain.zeroed) if parts else None
 
-    def work(self, x: ChainOperands, device: int) -> Work:
+    def launches(self, x: ChainOperands, device: int) -> LaunchSequence:
         """The launches of all operations."""
         steps = list[Step]()
         scratch: dict[str, tuple[tuple[int, ...], torch.dtype]] = {CASTS: ((x.scratch_bytes,), torch.uint8)}
         for index, (operation, operands, names) in enumerate(x.parts):
-            work = operation.work(operands, device)
-            own = {name: f"{name} of {index}" for name in work.scratch}
-            scratch |= {own[name]: what for name, what in work.scratch.items()}
+            sequence = operation.launches(operands, device)
+            own = {name: f"{name} of {index}" for name in sequence.scratch}
+            scratch |= {own[name]: what for name, what in sequence.scratch.items()}
             named = {**names, **own}
-            for step in work.steps:
+            for step in sequence.steps:
                 places = {kernel: named[place] for kernel, place in step.operands.items()}
                 steps.append(replace(step, operands=places))
         used = {place for step in steps for place in step.operands.values()}
         inside = {name: place for name, place in x.inside.items() if name in used}
-        return Work(tuple(steps), scratch, inside, x.zeroed)
+        return LaunchSequence(tuple(steps), scratch, inside, x.zeroed)
 
-    def parts(self, x: ChainOperands) -> Sequence[tuple[Operation, Any]]:
-        """See `Operation.parts`."""
+    def parts(self, x: ChainOperands) -> Sequence[tuple[KernelOperation, Any]]:
+        """See `KernelOperation.parts`."""
         return [(operation, operands) for operation, operands, _ in x.parts]
 
     def reference(self, x: ChainOperands) -> None:

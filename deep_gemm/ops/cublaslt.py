@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
 from deep_gemm.runtime import operators
-from deep_gemm.runtime.calls import Operation, Parameter
+from deep_gemm.runtime.calls import KernelOperation, Parameter
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..parts import Parts
@@ -25,7 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class CublasGemm(Operation):
+class CublasGemm(KernelOperation):
     """See `deep_gemm.cublaslt_gemm_nt`. It is an operation for its operator: torch launches it."""
 
     name = "cublaslt_gemm_nt"
@@ -38,14 +38,14 @@ class CublasGemm(Operation):
     output = "d"
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`."""
+        """See `KernelOperation.axes`."""
         return layouts.axes(form)
 
     def check(self, *arguments: Any, **named_arguments: Any) -> None:
         """Refuse wrong operands."""
         _checked(**self.given(arguments, named_arguments))
 
-    def work(self, x: Any, device: int) -> NoReturn:
+    def launches(self, x: Any, device: int) -> NoReturn:
         """There is none."""
         raise NotImplementedError(f"torch launches {self.name}")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_reference
-from deep_gemm.runtime.calls import entry
+from deep_gemm.runtime.calls import make_entry
 
 from ..errors import InvalidInputError
 from ..parts import VECTORS, Parts, by_part
@@ -50,7 +50,7 @@ class Dense(Gemm):
         self.fallbacks = MappingProxyType({"cublaslt": _by_cublaslt})
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`."""
+        """See `KernelOperation.axes`."""
         return {**layouts.axes(form), "sfd": "mn", **by_part("m", "n", "mn")}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> GemmOperands | None:
@@ -204,7 +204,7 @@ def _stride_of_rows(sf: Tensor) -> int:
     return next(stride for size, stride in zip(sf.shape, sf.stride(), strict=True) if size > 1)
 
 
-fp8, bf16, fp16 = (entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
+fp8, bf16, fp16 = (make_entry(Dense(name), Dense(name, accumulates=True)) for name in (FP8, BF16, FP16))
 """The functions behind the public ones; ``form`` is their last argument."""
 for _name in (FP8, BF16, FP16):
     EpilogueOperator(Dense, _name)

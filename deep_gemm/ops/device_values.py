@@ -1,6 +1,6 @@
 """The contract of what only the device knows: labels, counts, ends, sizes, ranges, lengths and schedules in the memory
-of operands. Each function returns faults (`Operation.faults`), by torch operations on the tensors' device that do not
-synchronise."""
+of operands. Each function returns faults (`KernelOperation.faults`), by torch operations on the tensors' device that do
+not synchronise."""
 
 from __future__ import annotations
 

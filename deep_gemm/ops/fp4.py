@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_gemm.ops.cast_reference import dequantise
 from deep_gemm.ops.reference import group_rows, half_gemm_reference, plain_arithmetic
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
@@ -41,7 +41,7 @@ class Fp4Operands:
     size: int
 
 
-class Fp4Gemm(Operation):
+class Fp4Gemm(KernelOperation):
     """See `deep_gemm.fp8_fp4_gemm_nt`, and the products in groups. b is a pair of `transform_fp4_weights`."""
 
     output = "d"
@@ -70,7 +70,7 @@ class Fp4Gemm(Operation):
         self.kept = ("d",) if self.layout else ()  # rows past a group's last
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Rows may be divided, or whole groups; not pieces of b, nor rows with labels."""
+        """See `KernelOperation.axes`. Rows may be divided, or whole groups; not pieces of b, nor rows with labels."""
         forms = {
             "none": {"a": "mK", "b": "NKB", "d": "mN"},
             "masked": {"a": "gMK", "b": "gNKB", "d": "gMN", self.layout: "g"},
@@ -163,7 +163,7 @@ class Fp4Gemm(Operation):
             checks.check_sizes(name, named[name])
         return groups
 
-    def work(self, x: Fp4Operands, device: int) -> Work:
+    def launches(self, x: Fp4Operands, device: int) -> LaunchSequence:
         """One launch, after one that transposes scales if TMA cannot read them."""
         prepared = layouts.Preparation({name: name for name in x.tensors})
         d = x.tensors["d"]
@@ -190,7 +190,7 @@ class Fp4Gemm(Operation):
         if size := FP4.workspace_bytes(spec):
             prepared.scratch["workspace"] = (size,), torch.uint8
             operands["workspace"] = "workspace"
-        return Work((*prepared.steps, Step(spec, prepared.strides, operands)), prepared.scratch)
+        return LaunchSequence((*prepared.steps, Step(spec, prepared.strides, operands)), prepared.scratch)
 
     def faults(self, x: Fp4Operands) -> Sequence[Fault]:
         """Labels, ends or counts."""
@@ -318,9 +318,9 @@ def check_options(recipe: Any, recipe_a: Any, recipe_b: Any, **others: Any) -> N
             )
 
 
-fp8, bf16 = (entry(Fp4Gemm(kind, "none")) for kind in ("fp8", "bf16"))
+fp8, bf16 = (make_entry(Fp4Gemm(kind, "none")) for kind in ("fp8", "bf16"))
 """Arguments: a, b, d."""
-fp8_masked, bf16_masked = (entry(Fp4Gemm(kind, "masked")) for kind in ("fp8", "bf16"))
+fp8_masked, bf16_masked = (make_entry(Fp4Gemm(kind, "masked")) for kind in ("fp8", "bf16"))
 """Arguments: a, b, d, masked_m, expected_m."""
-fp8_contiguous, bf16_contiguous = (entry(Fp4Gemm(kind, "contiguous")) for kind in ("fp8", "bf16"))
+fp8_contiguous, bf16_contiguous = (make_entry(Fp4Gemm(kind, "contiguous")) for kind in ("fp8", "bf16"))
 """Arguments: a, b, d, grouped_layout, use_psum_layout, alignment."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deep_gemm.ops.reference import Finish, Scalings
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step
 
 from .. import arch, kernels, options
 from ..errors import InvalidInputError, UnsupportedError
@@ -89,7 +89,7 @@ class GemmOperands:
         return Finish(parts.activation, self.alpha, **more)
 
 
-class Gemm(Operation):
+class Gemm(KernelOperation):
     """One product, for all dtypes. ``accumulates``: there is a c. ``epilogue_tensors``: those of its epilogue, names in
     `EPILOGUE_TENSORS`. None: it has no epilogue, and a call that asks for one is redirected to a product that has."""
 
@@ -283,7 +283,7 @@ class Gemm(Operation):
             prepared.strides[name] = (x.m * row, row, 1) if self.product.grouping == "k" else (row, 1)
         return all(map(layouts.tma_writable, outputs.values()))
 
-    def work(self, x: GemmOperands, device: int) -> Work:
+    def launches(self, x: GemmOperands, device: int) -> LaunchSequence:
         """The GEMM, after the launches that prepare its operands; and its cast, if that is a launch of its own."""
         prepared = Preparation({name: name for name in x.tensors})
         for part in PARTS:
@@ -321,7 +321,7 @@ class Gemm(Operation):
         product, cast = engine.launches(asked, device)
         after = () if cast is None else (prepared.add_cast_of_product(cast),)
         step = Step(product, prepared.strides, prepared.operands, prepared.numbers)
-        return Work((*prepared.steps, step, *after), prepared.scratch)
+        return LaunchSequence((*prepared.steps, step, *after), prepared.scratch)
 
 
 def _step(x: Tensor) -> int:

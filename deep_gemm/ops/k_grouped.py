@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import BLOCKS, Scalings, k_grouped_reference
-from deep_gemm.runtime.calls import Parameter, Step, entry
+from deep_gemm.runtime.calls import Parameter, Step, make_entry
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..runtime.operation import Fault
@@ -64,7 +64,7 @@ class KGrouped(Gemm):
         self.settings = ("check",)
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Flat values have no rows or columns that could be divided."""
+        """See `KernelOperation.axes`. Flat values have no rows or columns that could be divided."""
         if self.is_scaled and not self.is_padded:
             return {}
         a, b = ("mK", "nK") if self.is_padded else ("Km", "Kn")
@@ -314,5 +314,5 @@ def sizes(a: Any, d: Any, ks_cpu: Any, layout: Any, ks: Any, ks_tensor: Any, psu
     return torch.tensor(ks, dtype=torch.int32, device=d.device)
 
 
-fp8, padded, bf16 = (entry(KGrouped(x), KGrouped(x, accumulates=True)) for x in (K_FP8, K_PADDED, K_BF16))
+fp8, padded, bf16 = (make_entry(KGrouped(x), KGrouped(x, accumulates=True)) for x in (K_FP8, K_PADDED, K_BF16))
 """The functions behind the public ones: a, b, d, grouped_layout, c, compiled_dims."""

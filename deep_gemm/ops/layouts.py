@@ -28,7 +28,7 @@ def tma_writable(d: Tensor) -> bool:
 
 
 def axes(form: str | None) -> dict[str, str]:
-    """`Operation.axes` of a product in ``form``, "tn" for a (K, M) and b (K, N)."""
+    """`KernelOperation.axes` of a product in ``form``, "tn" for a (K, M) and b (K, N)."""
     form = form or "nt"
     return {"a": "mk" if form[0] == "n" else "km", "b": "nk" if form[1] == "t" else "kn", "c": "mn", "d": "mn"}
 

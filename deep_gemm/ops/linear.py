@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.runtime.calls import Parameter, entry
+from deep_gemm.runtime.calls import Parameter, make_entry
 
 from ..errors import InvalidInputError
 from ..spec import Blocks
@@ -184,9 +184,9 @@ def _subsets(*names: tuple[str, ...]) -> list[tuple[str, ...]]:
     return sorted(chosen, key=len)
 
 
-forward = entry(*(Forward(given) for given in _subsets(("weight_scales",), ("bias",), ("saved",))))
+forward = make_entry(*(Forward(given) for given in _subsets(("weight_scales",), ("bias",), ("saved",))))
 """Arguments: x, weight, y, weight_scales, bias and saved or None, blocks. See `Forward`."""
-backward = entry(
+backward = make_entry(
     *(Backward(given) for given in _subsets(("turned", "turned_scales"), ("dx",), ("dw",)) if {*given} & {"dx", "dw"})
 )
 """Arguments: dy, saved, turned, turned_scales, dx and dw or None, accumulate, blocks. See `Backward`."""

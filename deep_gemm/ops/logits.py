@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import CHUNK_ELEMENTS, plain_arithmetic
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
@@ -45,7 +45,7 @@ class LogitsOperands:
         return self.spec.flops
 
 
-class MqaLogits(Operation):
+class MqaLogits(KernelOperation):
     """See `deep_gemm.fp8_mqa_logits`. ``columns`` is 0 for a column for each key."""
 
     name = "fp8_mqa_logits"
@@ -106,12 +106,12 @@ class MqaLogits(Operation):
         spec = LogitsSpec(rows, keys.shape[0], heads, dim, out.shape[1], columns > 0, clean, OUTPUTS[out.dtype])
         return LogitsOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
-    def work(self, x: LogitsOperands, device: int) -> Work:
+    def launches(self, x: LogitsOperands, device: int) -> LaunchSequence:
         """One launch."""
         whole = options.whole_gpu(device)
         spec = replace(x.spec, num_sms=options.num_sms_for(device), whole_gpu=whole)
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-        return Work((Step(spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(spec, strides, {name: name for name in x.tensors}),))
 
     def reference(self, x: LogitsOperands) -> None:
         """Sums of heads in float64."""
@@ -257,5 +257,5 @@ def empty_logits(rows: int, columns: int, dtype: torch.dtype, device: torch.devi
     return torch.empty((rows, width), dtype=dtype, device=device)[:, :columns]
 
 
-mqa_logits = entry(MqaLogits())
+mqa_logits = make_entry(MqaLogits())
 """Arguments: q, kv, weights, starts, ends, out, clean_logits, columns."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import m_grouped_reference
-from deep_gemm.runtime.calls import Parameter, entry
+from deep_gemm.runtime.calls import Parameter, make_entry
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..parts import PARTS, by_part
@@ -65,7 +65,7 @@ class MGrouped(Gemm):
         )
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Rows of groups are divided with the groups, in the masked form."""
+        """See `KernelOperation.axes`. Rows of groups are divided with the groups, in the masked form."""
         if self.is_masked:
             rest = {self.layout: "g", "sfd": "gMn", **by_part("gM", "gn", "gMn")}
             return {"a": "gMk", "b": "gnk", "d": "gMn", **rest}
@@ -324,7 +324,7 @@ def _check_places(named: Mapping[str, Tensor]) -> None:
 
 _NAMES = M_FP8, M_FP8_MASKED, M_BF16, M_BF16_MASKED
 
-fp8, fp8_masked, bf16, bf16_masked = (entry(MGrouped(name)) for name in _NAMES)
+fp8, fp8_masked, bf16, bf16_masked = (make_entry(MGrouped(name)) for name in _NAMES)
 """The functions behind the public ones; in the contiguous form, ``alignment`` and ``form`` are their last arguments."""
 for _name in _NAMES:
     EpilogueOperator(MGrouped, _name)

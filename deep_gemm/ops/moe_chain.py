@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deep_gemm.runtime.calls import Parameter, entry
+from deep_gemm.runtime.calls import Parameter, make_entry
 from deep_gemm.runtime.operation import Fault
 
 from ..errors import InvalidInputError, UnsupportedError
@@ -253,6 +253,6 @@ def _check(given: Mapping[str, Any]) -> None:
 
 
 _GIVEN: tuple[tuple[str, ...], ...] = ((), ("x_scales",), ("stats",), ("x_scales", "stats"))
-experts = entry(*(Experts(given) for given in _GIVEN))
+experts = make_entry(*(Experts(given) for given in _GIVEN))
 """Arguments: x, topk_idx, topk_weights, gate_up and its scales, down and its scales, y, the scales of x or None, stats
 or None, clamp (infinite for none), before_cast."""

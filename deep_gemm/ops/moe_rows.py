@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deep_gemm import options
 from deep_gemm.ops.cast_reference import cast_blocks
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step
 
 from ..records import record
 from ..spec import SCALE_BLOCK, CombineSpec, DispatchSpec, align
@@ -37,12 +37,12 @@ def _operands(named: Mapping[str, Tensor], spec: DispatchSpec | CombineSpec) -> 
     return MoeOperands(dict(named), next(iter(named.values())).device, spec)
 
 
-def _one_launch(x: MoeOperands, spec: DispatchSpec | CombineSpec) -> Work:
+def _one_launch(x: MoeOperands, spec: DispatchSpec | CombineSpec) -> LaunchSequence:
     strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-    return Work((Step(spec, strides, {name: name for name in x.tensors}),))
+    return LaunchSequence((Step(spec, strides, {name: name for name in x.tensors}),))
 
 
-class Dispatch(Operation):
+class Dispatch(KernelOperation):
     """Give each choice of a token a row of its expert, and write the token there in FP8.
 
     x (tokens, width) is bfloat16, or E4M3 with scales sfx (tokens, ceil(width / 128)). chosen (tokens, top_k) int64 are
@@ -87,7 +87,7 @@ class Dispatch(Operation):
         )
         return _operands(named, spec)
 
-    def work(self, x: MoeOperands, device: int) -> Work:
+    def launches(self, x: MoeOperands, device: int) -> LaunchSequence:
         """One launch."""
         return _one_launch(x, replace(x.spec, num_sms=options.num_sms_for(device)))
 
@@ -120,7 +120,7 @@ class Dispatch(Operation):
                 given["stats"].add_(counts)
 
 
-class Combine(Operation):
+class Combine(KernelOperation):
     """Add the rows of each token's choices in their order, in float32, and round once.
 
     x (rows, width) or (experts, rows, width) bfloat16; places (tokens, top_k) int32, of `Dispatch`; y (tokens, width)
@@ -142,7 +142,7 @@ class Combine(Operation):
         tokens, width = named["y"].shape
         return _operands(named, CombineSpec(tokens, width, named["places"].shape[1], "weights" in named))
 
-    def work(self, x: MoeOperands, device: int) -> Work:
+    def launches(self, x: MoeOperands, device: int) -> LaunchSequence:
         """One launch."""
         return _one_launch(x, x.spec)
 

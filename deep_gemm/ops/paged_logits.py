@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from ..errors import InvalidInputError, UnsupportedError
 from ..records import record
@@ -35,7 +35,7 @@ class PagedLogitsOperands:
     spec: PagedLogitsSpec
 
 
-class PagedMqaLogits(Operation):
+class PagedMqaLogits(KernelOperation):
     """See `deep_gemm.fp8_paged_mqa_logits`."""
 
     name = "fp8_paged_mqa_logits"
@@ -106,10 +106,10 @@ class PagedMqaLogits(Operation):
         )
         return PagedLogitsOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
-    def work(self, x: PagedLogitsOperands, device: int) -> Work:
+    def launches(self, x: PagedLogitsOperands, device: int) -> LaunchSequence:
         """One launch."""
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
     def faults(self, x: PagedLogitsOperands) -> Sequence[Fault]:
         """Lengths, pages and the schedule."""
@@ -175,7 +175,7 @@ class ScheduleOperands:
     spec: LogitsScheduleSpec
 
 
-class PagedMqaLogitsMetadata(Operation):
+class PagedMqaLogitsMetadata(KernelOperation):
     """See `deep_gemm.get_paged_mqa_logits_metadata`."""
 
     name = "get_paged_mqa_logits_metadata"
@@ -206,10 +206,10 @@ class PagedMqaLogitsMetadata(Operation):
         spec = LogitsScheduleSpec(lengths.shape[0], out.shape[0] - 1, last)
         return ScheduleOperands({"lengths": lengths, "schedule": out}, device, spec)
 
-    def work(self, x: ScheduleOperands, device: int) -> Work:
+    def launches(self, x: ScheduleOperands, device: int) -> LaunchSequence:
         """One launch."""
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
     def reference(self, x: ScheduleOperands) -> None:
         """The same table with torch."""
@@ -224,7 +224,7 @@ class PagedMqaLogitsMetadata(Operation):
         out.copy_(torch.stack([requests, begins - before], 1))
 
 
-paged_mqa_logits = entry(PagedMqaLogits())
+paged_mqa_logits = make_entry(PagedMqaLogits())
 """Arguments: q, kv_cache, weights, context_lens, block_table, schedule_meta, out."""
-metadata = entry(PagedMqaLogitsMetadata())
+metadata = make_entry(PagedMqaLogitsMetadata())
 """Arguments: context_lens, out."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import plain_arithmetic
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
@@ -37,7 +37,7 @@ class PrenormOperands:
         return 2 * self.spec.m * self.spec.n * self.spec.k
 
 
-class HcPrenormGemm(Operation):
+class HcPrenormGemm(KernelOperation):
     """See `deep_gemm.tf32_hc_prenorm_gemm`."""
 
     name = "tf32_hc_prenorm_gemm"
@@ -98,14 +98,14 @@ class HcPrenormGemm(Operation):
         spec = PrenormSpec(m, n, k, splits or 1, batch_invariant=options.get_batch_invariant())
         return PrenormOperands(named | whole, device, spec)
 
-    def work(self, x: PrenormOperands, device: int) -> Work:
+    def launches(self, x: PrenormOperands, device: int) -> LaunchSequence:
         """One launch."""
         whole = options.whole_gpu(device)
         spec = replace(x.spec, num_sms=options.num_sms_for(device), whole_gpu=whole)
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
         for name in ("a", "b"):
             strides[name] = (layouts.row_stride(x.tensors[name]), 1)
-        return Work((Step(spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(spec, strides, {name: name for name in x.tensors}),))
 
     def reference(self, x: PrenormOperands) -> None:
         """Each split's part of K, in float64; b rounded to TF32."""
@@ -150,5 +150,5 @@ def _check_written(name: str, x: Tensor, others: Mapping[str, Tensor]) -> None:
             checks.check_no_overlap(name, part, others)
 
 
-hc_prenorm_gemm = entry(HcPrenormGemm())
+hc_prenorm_gemm = make_entry(HcPrenormGemm())
 """Arguments: a, b, d, sqr_sum, num_splits."""

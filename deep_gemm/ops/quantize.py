@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.reference import silu
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from ..errors import InvalidInputError
 from ..records import record
@@ -51,7 +51,7 @@ class QuantizeOperands:
     spec: QuantizeSpec
 
 
-class Quantize(Operation):
+class Quantize(KernelOperation):
     """See ``deep_gemm.quantize``. ``written``: "plain", "transposed" or both. ``chosen``: "rows", an index of the rows
     of x that are cast, and "factors" of the scales of each row, or none of them."""
 
@@ -80,7 +80,7 @@ class Quantize(Operation):
         self.unsigned = ("rows", *(name for name in self.outputs if name.endswith("values")))
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. An index of rows counts those of the whole x, so that there is no rule for it."""
+        """See `KernelOperation.axes`. An index of rows counts those of the whole x, so that there is no rule for it."""
         return {"x": "mk", "factors": "m", "plain": "mk", "transposed": "km"}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> QuantizeOperands | None:
@@ -150,10 +150,10 @@ class Quantize(Operation):
                 others = {other: x for other, x in named.items() if other != name}
                 checks.check_written(name, tensor, others, has_columns=name.startswith("the scales"))
 
-    def work(self, x: QuantizeOperands, device: int) -> Work:
+    def launches(self, x: QuantizeOperands, device: int) -> LaunchSequence:
         """One launch."""
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
     def reference(self, x: QuantizeOperands) -> None:
         """See `cast_blocks`."""
@@ -274,7 +274,7 @@ def empty_scales(
 
 
 _CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))
-plain = entry(*(Quantize(["plain"], chosen) for chosen in _CHOSEN))
-transposed, both = entry(Quantize(["transposed"])), entry(Quantize(["plain", "transposed"]))
+plain = make_entry(*(Quantize(["plain"], chosen) for chosen in _CHOSEN))
+transposed, both = make_entry(Quantize(["transposed"])), make_entry(Quantize(["plain", "transposed"]))
 """Arguments: x, the index of rows and the factors or None (plain only), one or two outputs, the blocks of each,
 use_ue8m0, epsilon, gated."""

@@ -14,7 +14,7 @@ from deep_gemm.kernels.row_kernels import FUNCTIONS
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.ops.reference import gelu, gelu_erf, silu
-from deep_gemm.runtime.calls import Operation, Parameter, Step, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from ..errors import InvalidInputError
 from ..records import record
@@ -61,7 +61,7 @@ class RowsOperands:
     spec: RowsSpec
 
 
-class RowFunction(Operation):
+class RowFunction(KernelOperation):
     """See `deep_gemm.fused`. ``given``: which optional operands there are. ``fp8``: the result is FP8 with scales."""
 
     floats = ("eps", "limit")
@@ -89,7 +89,7 @@ class RowFunction(Operation):
         self.unsigned = ("values",) if fp8 else ()
 
     def axes(self, form: str | None) -> Mapping[str, str]:
-        """See `Operation.axes`. Rows are whole."""
+        """See `KernelOperation.axes`. Rows are whole."""
         return {"factors": "m", "weight": "N", "bias": "N", **dict.fromkeys(("x", "y", "z", "residual", "out"), "mN")}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> RowsOperands | None:
@@ -199,10 +199,10 @@ class RowFunction(Operation):
             del others[self.in_place]
         checks.check_written(name, tensor, others, has_columns=name == _SCALES)
 
-    def work(self, x: RowsOperands, device: int) -> Work:
+    def launches(self, x: RowsOperands, device: int) -> LaunchSequence:
         """One launch."""
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
-        return Work((Step(x.spec, strides, {name: name for name in x.tensors}),))
+        return LaunchSequence((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
     def reference(self, x: RowsOperands) -> None:
         """In float64, rounded to float32 first."""
@@ -272,7 +272,7 @@ def _entry(function: str, fp8: bool) -> Callable[..., None]:
     optional = FUNCTIONS[function].optional
     chosen = product((False, True), repeat=len(optional))
     variants = [tuple(name for name, is_here in zip(optional, each, strict=True) if is_here) for each in chosen]
-    return entry(*(RowFunction(function, fp8, given) for given in sorted(variants, key=len)))
+    return make_entry(*(RowFunction(function, fp8, given) for given in sorted(variants, key=len)))
 
 
 TENSOR = {function: _entry(function, False) for function in FUNCTIONS}

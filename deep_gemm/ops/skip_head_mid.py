@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference
-from deep_gemm.runtime.calls import Parameter, entry
+from deep_gemm.runtime.calls import Parameter, make_entry
 
 from ..errors import InvalidInputError
 from ..records import record
@@ -136,5 +136,5 @@ def _heads(named: Mapping[str, Tensor], splits: tuple[int, int, int]) -> int:
     return n // each
 
 
-fp8 = entry(SkipHeadMid(SKIP_HEAD_MID))
+fp8 = make_entry(SkipHeadMid(SKIP_HEAD_MID))
 """The function behind the public one."""

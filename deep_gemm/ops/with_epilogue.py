@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deep_gemm.parts import PARTS, VECTORS
 from deep_gemm.runtime import operators
-from deep_gemm.runtime.calls import Operation, Parameter, Work, entry
+from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, make_entry
 
 from .table import DTYPES
 
@@ -22,13 +22,15 @@ _operators = getattr(torch.ops, operators.NAMESPACE)
 _traced: dict[str, EpilogueOperator] = {}
 
 
-def call(kind: Callable[..., Operation], product: str, given: Mapping[str, Any], tensors: tuple[str, ...]) -> None:
+def call(
+    kind: Callable[..., KernelOperation], product: str, given: Mapping[str, Any], tensors: tuple[str, ...]
+) -> None:
     """Call the operation ``kind`` of ``product`` with an epilogue that has ``tensors``; ``given`` are all arguments."""
     function, names = _entry(kind, product, given.get("c") is not None, tensors)
     function(*[given[name] for name in names])
 
 
-def with_bias(kind: Callable[..., Operation], product: str) -> Callable[..., None]:
+def with_bias(kind: Callable[..., KernelOperation], product: str) -> Callable[..., None]:
     """``function(a, b, d, bias, form)``: the call of ``product`` with `Epilogue(bias)` and no other option, without
     making one for each call."""
     defaults = {parameter.name: parameter.default for parameter in _traced[product].arguments}
@@ -61,17 +63,17 @@ def _flat(value: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def _entry(
-    kind: Callable[..., Operation], product: str, accumulates: bool, tensors: tuple[str, ...]
+    kind: Callable[..., KernelOperation], product: str, accumulates: bool, tensors: tuple[str, ...]
 ) -> tuple[Callable[..., None], tuple[str, ...]]:
     operation = kind(product, accumulates, tensors)
-    return entry(operation), tuple(parameter.name for parameter in operation.entry_arguments)
+    return make_entry(operation), tuple(parameter.name for parameter in operation.entry_arguments)
 
 
-class EpilogueOperator(Operation):
+class EpilogueOperator(KernelOperation):
     """All calls of ``product``, an operation ``kind``, with an epilogue, as one operator of torch. Tensors that an
     epilogue has not are None."""
 
-    def __init__(self, kind: Callable[..., Operation], product: str) -> None:
+    def __init__(self, kind: Callable[..., KernelOperation], product: str) -> None:
         self.name, self._kind, self._product = f"{product}_epilogue", kind, product
         every = kind(product, True, EPILOGUE_TENSORS)
         self.operands, self.output, self.outputs = every.operands, every.output, every.outputs
@@ -86,7 +88,7 @@ class EpilogueOperator(Operation):
         given = self.given(arguments, {})
         call(self._kind, self._product, given, _present(given))
 
-    def _operation(self, given: Mapping[str, Any]) -> Operation:
+    def _operation(self, given: Mapping[str, Any]) -> KernelOperation:
         return self._kind(self._product, given.get("c") is not None, _present(given))
 
     def axes(self, form: str | None) -> Mapping[str, str]:
@@ -102,9 +104,9 @@ class EpilogueOperator(Operation):
         operation = self._operation(given)
         return operation.check(*(given[parameter.name] for parameter in operation.arguments))
 
-    def work(self, x: Any, device: int) -> Work:
+    def launches(self, x: Any, device: int) -> LaunchSequence:
         """The launches of the operation that has these tensors."""
-        return self._operation(x.tensors).work(x, device)
+        return self._operation(x.tensors).launches(x, device)
 
     def reference(self, x: Any) -> None:
         """The reference of the operation that has these tensors."""

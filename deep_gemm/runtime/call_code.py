@@ -10,17 +10,17 @@ from typing import TypeAlias
 from deep_gemm.jit.driver.tensor_map import ADDRESS_ALIGNMENT
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.generated import function
-from deep_gemm.runtime.operation import Operation, Parameter
+from deep_gemm.runtime.operation import KernelOperation, Parameter
 from deep_gemm.settings import Settings
 
 Places: TypeAlias = Sequence[int]
 """Addresses of the operands, in the operation's order."""
 
 
-def entry_source(variants: Sequence[Operation]) -> str:
-    """The source of the function ``entry`` with the parameters of ``variants`` (see `calls.entry`). It makes a warm
-    call, or calls `Calls.not_warm`. Everything that `Operation.check`, `Operation.work` and the choice of a plan depend
-    on is in ``key`` or in ``rest``, or a change of it forgets all calls."""
+def entry_source(variants: Sequence[KernelOperation]) -> str:
+    """The source of the function ``entry`` with the parameters of ``variants`` (see `calls.make_entry`). It makes a
+    warm call, or calls `Calls.not_warm`. Everything that `KernelOperation.check`, `KernelOperation.launches` and the
+    choice of a plan depend on is in ``key`` or in ``rest``, or a change of it forgets all calls."""
     taken = [_own(parameter) for parameter in variants[0].entry_arguments]
     lines = [f"def entry({', '.join(taken)}):"]
     if redirects := [_own(parameter) for parameter in variants[0].entry_arguments if parameter.use == "redirects"]:
@@ -54,7 +54,7 @@ def _own(parameter: Parameter) -> str:
     return f"{parameter.name}_"  # none of the other names ends like this
 
 
-def _body(operation: Operation, calls: str) -> list[str]:
+def _body(operation: KernelOperation, calls: str) -> list[str]:
     own = {parameter.name: _own(parameter) for parameter in operation.arguments}
     pairs = sorted({argument.partition("[")[0] for argument in operation.operands.values() if "[" in argument})
     tensors = {

@@ -24,12 +24,23 @@ from deep_gemm.runtime.call_code import Places, entry_source, runner
 from deep_gemm.runtime.call_code import fits as _fits
 from deep_gemm.runtime.generated import function
 from deep_gemm.runtime.monitor import Call
-from deep_gemm.runtime.operation import SCRATCH, Operands, Operation, Parameter, Step, Work
+from deep_gemm.runtime.operation import SCRATCH, KernelOperation, LaunchSequence, Operands, Parameter, Step
 from deep_gemm.settings import environment, settings
 from deep_gemm.spec import GemmSpec
 from deep_gemm.tensors import is_fake_type, refuse_unwritten
 
-__all__ = ["Calls", "Operands", "Operation", "Parameter", "Replay", "Step", "Work", "byte_range", "entry", "forget_all"]
+__all__ = [
+    "Calls",
+    "KernelOperation",
+    "LaunchSequence",
+    "Operands",
+    "Parameter",
+    "Replay",
+    "Step",
+    "byte_range",
+    "forget_all",
+    "make_entry",
+]
 
 MAX_REMEMBERED = 8192
 """The most launch records that one operation keeps, of about 1 KB each (9 KB if scales are transposed). When it is
@@ -57,7 +68,7 @@ class _DeviceOf(dict[type, Callable[[Any], int]]):
 _DEVICE_OF = _DeviceOf()
 
 
-def _check_unwritten(operation: Operation, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> None:
+def _check_unwritten(operation: KernelOperation, parameters: Sequence[Parameter], arguments: Sequence[Any]) -> None:
     """See `refuse_unwritten`."""
     named: dict[str, Any] = {}
     for parameter, value in zip(parameters, arguments, strict=True):
@@ -72,13 +83,13 @@ class Calls:
 
     every: ClassVar[weakref.WeakSet[Calls]] = weakref.WeakSet()
 
-    def __init__(self, operation: Operation, variants: Sequence[Operation]) -> None:
+    def __init__(self, operation: KernelOperation, variants: Sequence[KernelOperation]) -> None:
         self.operation, self._variants = operation, variants
         names = list(operation.operands)
         self._count = len(names)
         self._weights = tuple(names.index(name) for name in operation.weights)
         # Keyed by what differs between calls that alternate: addresses, shapes, options, stream, batch invariance. The
-        # value is the launch, and the rest of what checks, work and plans depend on (see `entry_source`): it is
+        # value is the launch, and the rest of what checks, launches and plans depend on (see `entry_source`): it is
         # compared, which is cheaper than hashing. None marks a key seen once, as a replay; the second hit records it.
         self.warm: dict[Any, tuple[Any, Callable[[], object]] | None] = {}
         # Keyed by the weight promise, the key of `warm` without addresses, and the rest.
@@ -158,7 +169,7 @@ class Calls:
         return True
 
 
-def _made(operation: Operation, x: Operands, device: int) -> tuple[Call, Callable[[], object]] | None:
+def _made(operation: KernelOperation, x: Operands, device: int) -> tuple[Call, Callable[[], object]] | None:
     """Make a call on the current stream of ``device``. Returns its replay and its launch record, or None if a fallback
     computed the call or a part of it."""
     try:
@@ -177,19 +188,19 @@ def _made(operation: Operation, x: Operands, device: int) -> tuple[Call, Callabl
     return replay, call
 
 
-def _prepare(operation: Operation, x: Operands, device: int) -> Call:
+def _prepare(operation: KernelOperation, x: Operands, device: int) -> Call:
     """The launches of a call on the current stream of ``device``."""
-    work = operation.work(x, device)
+    sequence = operation.launches(x, device)
     if settings.tune == "on":
         from deep_gemm.runtime import measuring  # here, so that processes that do not tune do not import it
 
-        measuring.consider(operation, work, x.tensors, device)
+        measuring.consider(operation, sequence, x.tensors, device)
     promised = all(weight_promises.is_constant(x.tensors[name]) for name in operation.weights)
     # The operation itself first, so that an error names its sizes.
-    main = work.main
-    own = operation.plan(work.steps[main], device)
-    plans = [own if index == main else operation.plan(step, device) for index, step in enumerate(work.steps)]
-    replay = Replay(work, plans, x.tensors, operation, _raw_stream(device), promised)
+    main = sequence.main
+    own = operation.plan(sequence.steps[main], device)
+    plans = [own if index == main else operation.plan(step, device) for index, step in enumerate(sequence.steps)]
+    replay = Replay(sequence, plans, x.tensors, operation, _raw_stream(device), promised)
     config, symbol = (" + ".join(words) for words in zip(*((y.config, y.symbol) for y in plans[main:]), strict=True))
     return monitor.watch(replay, operation, x, config, symbol)
 
@@ -200,18 +211,18 @@ class Replay:
 
     def __init__(
         self,
-        work: Work,
+        sequence: LaunchSequence,
         plans: Sequence[engine.Plan],
         tensors: Mapping[str, Tensor],
-        operation: Operation,
+        operation: KernelOperation,
         stream: int,
         constant: bool,
     ) -> None:
         self.constant, self.device = constant, plans[0].device
-        self._work, self._plans, self._stream = work, plans, stream
+        self._sequence, self._plans, self._stream = sequence, plans, stream
         self._weights = {*operation.weights, "b", "sfb"}
         self._place = next(iter(tensors.values())).device
-        self._names = (*tensors, *([SCRATCH] if work.scratch else ()))
+        self._names = (*tensors, *([SCRATCH] if sequence.scratch else ()))
         ranges = [byte_range(tensor) for tensor in tensors.values()]
         self._first = tuple(start for start, _ in ranges)
         sizes = tuple(end - start for start, end in ranges)
@@ -227,7 +238,7 @@ class Replay:
     def is_for(self, key: Any) -> bool:
         """Whether a call with this key may be remembered: the check copied no operand, and kernels were chosen for the
         key's batch invariance, which another thread may have changed meanwhile."""
-        specs = [step.spec for step in self._work.steps]
+        specs = [step.spec for step in self._sequence.steps]
         same = all(spec.batch_invariant == key[-1] for spec in specs if isinstance(spec, GemmSpec))
         return same and key[: len(self._first)] == self._first
 
@@ -235,7 +246,7 @@ class Replay:
         """The call at fixed addresses, for which `fits` is true. A call of one kernel without scratch memory gets a
         launch record of its own. Others patch the records of replays at the first addresses, or records of their
         own."""
-        if len(self._plans) == 1 and not self._work.places:
+        if len(self._plans) == 1 and not self._sequence.places:
             return self._launch(0, dict(zip(self._names, at or self._first, strict=True)))
         if at is not None:
             return functools.partial(self._patched(at), at)
@@ -251,22 +262,22 @@ class Replay:
     def _patched(self, at: Places) -> Callable[[Places], None]:
         """The call by patched launches; ``at`` are the first addresses of their records. Replays share one: if two
         threads make it at once, either will do."""
-        work, names = self._work, self._names
-        new = torch.zeros if work.zeroed else torch.empty
-        scratch = functools.partial(new, work.scratch_bytes, dtype=torch.uint8, device=self._place)
-        addresses = (*at, scratch().data_ptr()) if work.scratch else at
+        sequence, names = self._sequence, self._names
+        new = torch.zeros if sequence.zeroed else torch.empty
+        scratch = functools.partial(new, sequence.scratch_bytes, dtype=torch.uint8, device=self._place)
+        addresses = (*at, scratch().data_ptr()) if sequence.scratch else at
         places = dict(zip(names, addresses, strict=True))
-        places |= {name: places[whole] + offset for name, (whole, offset) in work.places.items()}
+        places |= {name: places[whole] + offset for name, (whole, offset) in sequence.places.items()}
         launches = [self._launch(index, places).at for index in range(len(self._plans))]
-        inside = tuple((names.index(whole), offset) for whole, offset in work.places.values())
-        every = (*names, *work.places)
-        picks = tuple(tuple(map(every.index, step.operands.values())) for step in work.steps)
+        inside = tuple((names.index(whole), offset) for whole, offset in sequence.places.values())
+        every = (*names, *sequence.places)
+        picks = tuple(tuple(map(every.index, step.operands.values())) for step in sequence.steps)
         if picks == (tuple(range(len(every))),):
             return launches[0]
-        return runner(len(at), bool(work.scratch), inside, picks)(scratch, launches)
+        return runner(len(at), bool(sequence.scratch), inside, picks)(scratch, launches)
 
     def _launch(self, index: int, places: Mapping[str, int]) -> Launch:
-        plan, step = self._plans[index], self._work.steps[index]
+        plan, step = self._plans[index], self._sequence.steps[index]
         addresses = {name: places[place] for name, place in step.operands.items()}
         # If a launch before copies or casts the weights, what it makes is not constant, even if the weights are.
         copied = any(step.operands.get(name, name) != name for name in self._weights)
@@ -274,10 +285,10 @@ class Replay:
         return engine.launch_record(plan, step.strides, addresses, self._stream, constant, step.numbers)
 
 
-def entry(*variants: Operation) -> Callable[..., None]:
+def make_entry(*variants: KernelOperation) -> Callable[..., None]:
     """The function behind a public one: it takes all arguments by position. ``variants`` are operations with the same
-    arguments that differ in the optional tensors that are given (`Operation.absent`). Those with fewer tensors come
-    first."""
+    arguments that differ in the optional tensors that are given (`KernelOperation.absent`). Those with fewer tensors
+    come first."""
     namespace: dict[str, Any] = {
         "raw_stream": _raw_stream,
         "is_grad_enabled": _is_grad_enabled,

@@ -111,11 +111,11 @@ def build_request(params: KernelParams) -> BuildRequest:
     post-pass."""
     kernel = kernels.get(params.kernel)
     fields = kernel.fields(params)
-    key = render_key(kernel.template, fields)
+    key = render_key(kernel.template_file, fields)
     # A source from a pack or from disk saves importing Jinja.
-    source = default_builder().source(key) or render(kernel.template, fields)
+    source = default_builder().source(key) or render(kernel.template_file, fields)
     return BuildRequest(
-        name=kernel.entry(params),
+        name=kernel.kernel_name(params),
         source=source,
         arch=params.arch,
         meta={"params": params.to_json()},

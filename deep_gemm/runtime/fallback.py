@@ -12,7 +12,7 @@ from torch import Tensor
 from deep_gemm.errors import DeepGemmError, UnsupportedError
 from deep_gemm.log import warn_once
 from deep_gemm.runtime import monitor
-from deep_gemm.runtime.operation import Operation
+from deep_gemm.runtime.operation import KernelOperation
 from deep_gemm.settings import settings
 
 TORCH = "torch"
@@ -20,7 +20,7 @@ BACKENDS = "deep_gemm.backends"
 """The module that has other ways, such as Triton's. It is imported only when one is needed."""
 
 
-def run(operation: Operation, x: Any, reason: UnsupportedError) -> None:
+def run(operation: KernelOperation, x: Any, reason: UnsupportedError) -> None:
     """Compute ``operation`` on the checked operands ``x`` in the first way that can. ``reason`` says why no kernel can.
     Raises ``reason`` if the setting names no way, and UnsupportedError with every way's reason if all refuse."""
     refused = []
@@ -46,7 +46,7 @@ _NUMBER = re.compile(r"\d+")
 _NAMES = {TORCH: "the reference implementation", "cublaslt": "cuBLAS, through torch"}
 
 
-def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
+def _way(operation: KernelOperation, way: str, x: Any) -> Callable[[Any], None]:
     if way == TORCH:
         operation.check_values(x)  # as on the CPU
         return operation.reference
@@ -65,7 +65,7 @@ def _way(operation: Operation, way: str, x: Any) -> Callable[[Any], None]:
     return lambda x: found(*arguments(operation, x.tensors))
 
 
-def arguments(operation: Operation, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def arguments(operation: KernelOperation, tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """The operands as positional arguments of the public function, where values and their scales are a pair."""
     found: dict[str, Any] = {}
     for name, argument in operation.operands.items():

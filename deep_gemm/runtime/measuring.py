@@ -22,7 +22,7 @@ from deep_gemm.jit.forking import ForkLock
 from deep_gemm.log import log, warn_once
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
-from deep_gemm.runtime.operation import SCRATCH, Operation, Step, Work
+from deep_gemm.runtime.operation import SCRATCH, KernelOperation, LaunchSequence, Step
 from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
 from deep_gemm.select import tuner
 from deep_gemm.settings import settings
@@ -77,7 +77,7 @@ def tuning() -> Iterator[list[Tuned]]:
             _listening = tuple(each for each in _listening if each is not found)
 
 
-def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], device: int) -> None:
+def consider(operation: KernelOperation, sequence: LaunchSequence, tensors: Mapping[str, Tensor], device: int) -> None:
     """Measure configs for those products of a call on CUDA device ``device`` that were neither planned nor measured
     before. Nothing is measured while the current stream is captured. ``tensors`` are only read.
 
@@ -85,20 +85,22 @@ def consider(operation: Operation, work: Work, tensors: Mapping[str, Tensor], de
         UnsupportedError: there is no kernel for this spec or these options.
         DriverError: a kernel could not be loaded or launched.
     """
-    for index, step in enumerate(work.steps):
+    for index, step in enumerate(sequence.steps):
         if isinstance(step.spec, GemmSpec) and not _is_capturing():
-            _consider(operation, replace(work, steps=work.steps[: index + 1]), step.spec, tensors, device)
+            _consider(operation, replace(sequence, steps=sequence.steps[: index + 1]), step.spec, tensors, device)
 
 
-def _consider(operation: Operation, work: Work, spec: GemmSpec, tensors: Mapping[str, Tensor], device: int) -> None:
-    """`consider`, for the last launch of ``work``."""
+def _consider(
+    operation: KernelOperation, sequence: LaunchSequence, spec: GemmSpec, tensors: Mapping[str, Tensor], device: int
+) -> None:
+    """`consider`, for the last launch of ``sequence``."""
     with _lock.lock:
         choices = [] if engine.is_planned(spec, device) else engine.worth_measuring(spec, device)
         if len(choices) < 2 or choices[0].measured_us:
             return
         try:
             with torch.no_grad():
-                times = _times(operation, work, spec, tensors, device, [choice.config for choice in choices])
+                times = _times(operation, sequence, spec, tensors, device, [choice.config for choice in choices])
         except torch.cuda.OutOfMemoryError:
             warn_once("tune-memory", f"{spec} is not tuned: there is no memory for copies of its operands.")
             return
@@ -113,8 +115,8 @@ def _consider(operation: Operation, work: Work, spec: GemmSpec, tensors: Mapping
 
 
 def _times(
-    operation: Operation,
-    work: Work,
+    operation: KernelOperation,
+    sequence: LaunchSequence,
     spec: GemmSpec,
     tensors: Mapping[str, Tensor],
     device: int,
@@ -122,14 +124,15 @@ def _times(
 ) -> dict[GemmConfig, float]:
     """The times of those configs that can be built, in us; none if the first one, the model's choice, cannot, or if it
     is the only one."""
-    *before, step = work.steps
+    *before, step = sequence.steps
     built = _built(spec, configs, archs.for_device(device))
     if len(built) < 2 or built[0] != configs[0]:
         return {}
     places, place = _copies(tensors), next(iter(tensors.values())).device
-    places |= {SCRATCH: torch.zeros(work.scratch_bytes, dtype=torch.uint8, device=place)} if work.scratch else {}
+    if sequence.scratch:
+        places[SCRATCH] = torch.zeros(sequence.scratch_bytes, dtype=torch.uint8, device=place)
     addresses = {name: x.data_ptr() for name, x in places.items()}
-    addresses |= {name: addresses[whole] + offset for name, (whole, offset) in work.places.items()}
+    addresses |= {name: addresses[whole] + offset for name, (whole, offset) in sequence.places.items()}
     stream = engine.raw_stream(device)
 
     def launch(step: Step, plan: engine.Plan) -> Launch:

@@ -29,7 +29,7 @@ from deep_gemm.listeners import Listeners
 from deep_gemm.log import warn_once
 from deep_gemm.records import record
 from deep_gemm.runtime.call_code import Places
-from deep_gemm.runtime.operation import Operation
+from deep_gemm.runtime.operation import KernelOperation
 from deep_gemm.settings import settings
 
 KEPT_TIMES = 512
@@ -281,7 +281,7 @@ class Watched:
         self._call(self._replay, at)
 
 
-def watch(replay: Call, operation: Operation, x: Any, config: str, kernel: str) -> Call:
+def watch(replay: Call, operation: KernelOperation, x: Any, config: str, kernel: str) -> Call:
     """``replay``, or while there is a monitor a wrapper that counts its calls; with DG_NVTX they are ranges."""
     for monitor in _active:
         replay = Watched(replay, _series(monitor, operation, x, config, kernel).call)
@@ -298,7 +298,7 @@ def _in_range(name: str, function: Callable[..., object], *arguments: Any) -> No
         torch.cuda.nvtx.range_pop()
 
 
-def run(operation: Operation, x: Any, config: str, function: Callable[[Any], None]) -> None:
+def run(operation: KernelOperation, x: Any, config: str, function: Callable[[Any], None]) -> None:
     """Call ``function(x)``, which computes the operation without our kernels. Count it while there is a monitor."""
 
     def step(monitors: tuple[Monitor, ...]) -> None:
@@ -310,7 +310,7 @@ def run(operation: Operation, x: Any, config: str, function: Callable[[Any], Non
     step(_active)
 
 
-def _series(monitor: Monitor, operation: Operation, x: Any, config: str, kernel: str) -> Series:
+def _series(monitor: Monitor, operation: KernelOperation, x: Any, config: str, kernel: str) -> Series:
     labels = Labels(operation.name, operation.shape(x), config, kernel, str(x.device))
     moved = sum(tensor.numel() * tensor.element_size() for tensor in x.tensors.values())
     return monitor.series(labels, moved, operation.flops(x))

@@ -37,7 +37,8 @@ class Operands(Protocol):
 @record(frozen=True)
 class Step:
     """One launch of a call. ``operands`` maps the kernel's names of operands to operands of the call, or to names in
-    `Work.scratch` and `Work.inside`. ``numbers`` are what the kernel takes besides sizes and strides, such as alpha."""
+    `LaunchSequence.scratch` and `LaunchSequence.inside`. ``numbers`` are what the kernel takes besides sizes and
+    strides, such as alpha."""
 
     spec: Spec
     strides: Strides
@@ -50,7 +51,7 @@ SCRATCH, SCRATCH_ALIGNMENT = "scratch", 256
 
 
 @record(frozen=True)
-class Work:
+class LaunchSequence:
     """The launches of a call in order, and the shapes and dtypes of their scratch memory by name.
 
     ``inside`` has operands of steps that are a part of an operand, or of scratch memory: the name of the whole, and the
@@ -124,7 +125,7 @@ class Parameter:
     - "must_be_none": the operation refuses every value but None.
     - "public_only": the public function uses it, or it has no effect. The operation does not get it.
     - "internal": not a parameter of the public function, which gives it to the operation itself.
-    - "redirects": if it is not None, `Operation.redirect` makes the call.
+    - "redirects": if it is not None, `KernelOperation.redirect` makes the call.
 
     ``choices``: a text, and no other than these.
     """
@@ -137,7 +138,7 @@ class Parameter:
     choices: tuple[str, ...] = ()
 
 
-class Operation(ABC):
+class KernelOperation(ABC):
     """One operation: its arguments, and how it computes them."""
 
     name: str
@@ -158,7 +159,7 @@ class Operation(ABC):
     """The operand that may be the output itself, with the same address, shape and strides."""
     absent: tuple[str, ...] = ()
     """Optional tensors that are None in this operation. A call that gives one goes to another variant: see
-    `calls.entry`."""
+    `calls.make_entry`."""
     weights: tuple[str, ...] = ()
     """Operands that callers may promise to be constant (`declare_constant`)."""
     floats: tuple[str, ...] = ()
@@ -167,7 +168,7 @@ class Operation(ABC):
     """Operands of FP8 values and of integers. A warm call does not ask whether they are negated views, which only a
     private function of torch makes of these dtypes."""
     settings: tuple[str, ...] = ()
-    """Settings that `check` and `work` read. They are in the key of a warm call, so that a change takes effect."""
+    """Settings that `check` and `launches` read. They are in the key of a warm call, so that a change takes effect."""
     titles: Mapping[str, str] = MappingProxyType({})
     """What the public function calls a parameter, where it has another name."""
     has_operator: bool = True
@@ -187,7 +188,7 @@ class Operation(ABC):
 
     @functools.cached_property
     def entry_arguments(self) -> tuple[Parameter, ...]:
-        """The parameters of its entry: see `calls.entry`."""
+        """The parameters of its entry: see `calls.make_entry`."""
         return tuple(parameter for parameter in self.parameters if parameter.use != "public_only")
 
     @functools.cached_property
@@ -227,14 +228,14 @@ class Operation(ABC):
             refuse_faults(self.name, x.device, lambda: self.faults(x))
 
     @abstractmethod
-    def work(self, x: Any, device: int) -> Work:
+    def launches(self, x: Any, device: int) -> LaunchSequence:
         """The launches that compute it on CUDA device ``device``."""
 
     def plan(self, step: Step, device: int) -> engine.Plan:
-        """The plan of a step of `work` on CUDA device ``device``."""
+        """The plan of a step of `launches` on CUDA device ``device``."""
         return engine.plan(step.spec, device)
 
-    def parts(self, x: Any) -> Sequence[tuple[Operation, Any]]:
+    def parts(self, x: Any) -> Sequence[tuple[KernelOperation, Any]]:
         """If the operation is a chain of several: each of them, with its checked operands."""
         return ()
 

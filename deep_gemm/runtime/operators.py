@@ -19,7 +19,7 @@ import torch
 
 from deep_gemm.jit.forking import ForkLock
 from deep_gemm.runtime.generated import function
-from deep_gemm.runtime.operation import REQUIRED, Operation, Parameter
+from deep_gemm.runtime.operation import REQUIRED, KernelOperation, Parameter
 from deep_gemm.tensors import DTENSOR, is_fake, is_sharded
 
 NAMESPACE = "deep_gemm_jit"
@@ -41,16 +41,16 @@ _TYPES = {
 }
 _PAIR = "tuple[Tensor, Tensor]"
 
-_entries: dict[str, tuple[Sequence[Operation], Callable[..., None]]] = {}
+_entries: dict[str, tuple[Sequence[KernelOperation], Callable[..., None]]] = {}
 _lock = ForkLock()
 
 
-def announce(variants: Sequence[Operation], entry: Callable[..., None]) -> None:
+def announce(variants: Sequence[KernelOperation], entry: Callable[..., None]) -> None:
     """Make an operator of ``entry`` known. Nothing is registered yet."""
     _entries[name_of(variants)] = variants, entry
 
 
-def name_of(variants: Sequence[Operation]) -> str:
+def name_of(variants: Sequence[KernelOperation]) -> str:
     """The operator's name: that of the function without its form, which is an argument."""
     return re.sub("_nt(?=_|$)", "", variants[0].name.replace(" ", "_"))
 
@@ -66,7 +66,7 @@ def register(name: str) -> int:
     return 0
 
 
-def _divide(name: str, variants: Sequence[Operation]) -> None:
+def _divide(name: str, variants: Sequence[KernelOperation]) -> None:
     """Register the rules of operator ``name`` for DTensors, once, if the process has DTensors."""
     if name not in _divided and "torch.distributed.tensor" in sys.modules:
         from deep_gemm.runtime import sharding
@@ -124,7 +124,7 @@ def is_recording() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
+def record(variants: Sequence[KernelOperation], arguments: Sequence[Any]) -> None:
     """Call the operator of ``variants`` with the arguments of their entry."""
     name = name_of(variants)
     flat: list[Any] = []
@@ -135,7 +135,7 @@ def record(variants: Sequence[Operation], arguments: Sequence[Any]) -> None:
     getattr(getattr(torch.ops, NAMESPACE), name)(*flat)
 
 
-def schema(variants: Sequence[Operation], *, functional: bool = False) -> str:
+def schema(variants: Sequence[KernelOperation], *, functional: bool = False) -> str:
     """The operator's arguments. A pair is two tensors; what is written is marked, or returned by a functional one."""
     written, passed, texts, marks = _written(variants), _passed(variants[0]), [], iter("abcdefgh")
     returned = []
@@ -153,12 +153,12 @@ def schema(variants: Sequence[Operation], *, functional: bool = False) -> str:
     return f"({', '.join(texts)}) -> ({', '.join(returned)})"
 
 
-def _written(variants: Sequence[Operation]) -> set[str]:
+def _written(variants: Sequence[KernelOperation]) -> set[str]:
     """The arguments, or parts of them, that are written."""
     return {operation.operands[name] for operation in variants for name in operation.outputs or (operation.output,)}
 
 
-def call_text(variants: Sequence[Operation], own: Callable[[Parameter], str]) -> str:
+def call_text(variants: Sequence[KernelOperation], own: Callable[[Parameter], str]) -> str:
     """The arguments with which an entry, whose own arguments are called ``own``, calls its operator."""
     texts = []
     for parameter in _passed(variants[0]):
@@ -167,7 +167,7 @@ def call_text(variants: Sequence[Operation], own: Callable[[Parameter], str]) ->
     return ", ".join(texts)
 
 
-def _passed(operation: Operation) -> list[Parameter]:
+def _passed(operation: KernelOperation) -> list[Parameter]:
     return [parameter for parameter in operation.arguments if parameter.use != "must_be_none"]
 
 
@@ -184,7 +184,7 @@ def _default(parameter: Parameter) -> str:
     return f'="{default}"' if isinstance(default, str) else f"={default}"
 
 
-def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
+def _arguments(operation: KernelOperation, flat: Sequence[Any]) -> list[Any]:
     """The arguments of an entry from those of its operator. torch leaves out the last ones that have their defaults."""
     rest, found = iter(flat), []
     for parameter in operation.arguments:
@@ -198,7 +198,7 @@ def _arguments(operation: Operation, flat: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable[..., None]:
+def _real(variants: Sequence[KernelOperation], entry: Callable[..., None]) -> Callable[..., None]:
     """The function of the operator's arguments that calls ``entry``. Generated: a loop over them takes 3 us longer."""
     taken, given = list[str](), list[str]()
     namespace: dict[str, Any] = {"entry": entry}
@@ -220,7 +220,7 @@ def _real(variants: Sequence[Operation], entry: Callable[..., None]) -> Callable
     return function(source, "real", f"operator of {variants[0].name}", namespace)
 
 
-def _fake(variants: Sequence[Operation]) -> Callable[..., None]:
+def _fake(variants: Sequence[KernelOperation]) -> Callable[..., None]:
     """The operator's function for fake tensors: it runs the checks of a call."""
 
     def fake(*flat: Any) -> None:
@@ -234,7 +234,7 @@ def _fake(variants: Sequence[Operation]) -> Callable[..., None]:
     return fake
 
 
-def _functional(variants: Sequence[Operation], call: Callable[..., None]) -> Callable[..., Any]:
+def _functional(variants: Sequence[KernelOperation], call: Callable[..., None]) -> Callable[..., Any]:
     """``call`` with fresh tensors in the place of those that it writes, which it returns."""
     written = _written(variants)
     kept = {operation.operands[name] for operation in variants for name in operation.kept if name in operation.operands}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
-from deep_gemm.runtime.operation import Operation
+from deep_gemm.runtime.operation import KernelOperation
 from deep_gemm.spec import SCALE_BLOCK
 
 PACKED = 4
@@ -38,7 +38,11 @@ def why_not_divided(what: str, size: int, degree: int, block: int = SCALE_BLOCK)
 
 
 def register(
-    name: str, library: torch.library.Library, operation: Operation, parts: Sequence[tuple[str, str]], written: set[str]
+    name: str,
+    library: torch.library.Library,
+    operation: KernelOperation,
+    parts: Sequence[tuple[str, str]],
+    written: set[str],
 ) -> None:
     """Register the rules of operator ``name`` for DTensors. ``parts`` are the names of its arguments, and what they
     are of the operation's, such as ``a[0]``; ``written`` are those that it writes, or returns fresh ones of."""
@@ -67,7 +71,7 @@ def _local(x: Any) -> Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
-def _check(operation: Operation, given: Mapping[str, Any]) -> None:
+def _check(operation: KernelOperation, given: Mapping[str, Any]) -> None:
     """Refuse DTensors that are not divided in one of the ways that `_ways` lists, by each dimension of the mesh."""
     from torch.distributed.tensor import DTensor
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chosen import argument_names, entry
+from chosen import argument_names, kernel_name
 from cover import cover
 from house import is_compiled_always
 from listings import Listings
@@ -147,7 +147,7 @@ def each_of(cases: Iterable[KernelParams], known: dict[str, list[KernelParams]])
     return pytest.mark.parametrize(
         ("kind", "params"),
         [
-            pytest.param(kind, params, id=f"{kind}-{entry(params)}", marks=() if is_short else pytest.mark.long)
+            pytest.param(kind, params, id=f"{kind}-{kernel_name(params)}", marks=() if is_short else pytest.mark.long)
             for kind, params in pairs
             for is_short in [kind == "nvrtc" and is_compiled_always(params)]
         ],

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from chosen import SWAPPED, entry, find_config, make_params
+from chosen import SWAPPED, find_config, kernel_name, make_params
 from headers import edited_headers
 from kernel_builds import open_compiler
 
@@ -38,13 +38,13 @@ def builder(compiler: Compiler, tmp_path: Path) -> Builder:
         make_params(find_config(block_m=64, block_n=32, cluster_k=2)),
         make_params(find_config(SWAPPED, block_m=16, cluster_k=2)),
     ],
-    ids=entry,
+    ids=kernel_name,
 )
 def test_shared_memory_that_the_host_counts_otherwise_is_an_error(builder: Builder, params: KernelParams) -> None:
     request, kernel = engine.build_request(params), kernels.get(params.kernel)
     fields = {**kernel.fields(params), "shared_bytes": kernel.shared_bytes(params) + 16}
     with pytest.raises(CompileError, match="the host computed another shared memory size"):
-        builder.build(replace(request, source=render(kernel.template, fields)))
+        builder.build(replace(request, source=render(kernel.template_file, fields)))
 
 
 def test_serialised_products_would_be_seen(builder: Builder, compiler: Compiler, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ FAMILIES = [x for x in GEMMS if x.has_epilogues and x.groupings == ("none",) and
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_an_expression_costs_registers_only_for_what_it_uses(family: GemmFamily) -> None:
     """One that is an activation of ours takes as many instructions."""
-    config = [config for config in family.configs(SM90) if family.rules.finishes(config)][-1]
+    config = [config for config in family.configs(SM90) if family.template.finishes(config)][-1]
     body = "x = max_or_nan(x, 0.0f);\nreturn __fmul_rn(x, x);"
     texts = ("bias:f32+relu2", str(Parts(bias="f32", expression=Expression("relu2", body))))
     placed = str(Parts(expression=Expression("own", "return x * (column > row ? v : w);", ("v",), ("w",))))

@@ -281,7 +281,7 @@ def test_consumers_with_time_to_lose_look_early_for_the_next_stage(built: Built,
     if config is None or config.block_m * config.block_n >= 128 * 128 or config.num_partials == 1:
         assert not looks
         return
-    each_block = 4 * slices(config) * (config.block_n // PLAIN.rules.mma_n(config))
+    each_block = 4 * slices(config) * (config.block_n // PLAIN.template.mma_n(config))
     assert sum("GMMA" in step for step in steps) == each_block * len(looks) > 0
     for look in looks:  # promotion lies between the test and the use of its result
         onwards = (steps + steps)[look + 1 :]

@@ -5,7 +5,7 @@ from pathlib import Path
 import logit_runs
 import pytest
 import sanitize
-from chosen import entry
+from chosen import kernel_name
 from forced import compiled, nvrtc
 from kernel_builds import open_compiler
 from late_loaders import KERNELS, late_headers
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
     "name",
     [
         *("swapped_8x64_s24_p2_k1x2_direct", "64x64_s13_p2_k4x1_direct", "128x192_s4_p1_c2x1_tma"),
-        *(entry(params) for params in logit_runs.RUNS),
+        *(kernel_name(params) for params in logit_runs.RUNS),
     ],
 )
 def test_kernels_compile_with_headers_for_racecheck(tmp_path: Path, name: str) -> None:

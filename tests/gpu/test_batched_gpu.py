@@ -10,7 +10,7 @@ import batched_cases
 import pytest
 import torch
 from batched_cases import FORMS, integers, output, product, surrounded
-from chosen import entry
+from chosen import kernel_name
 from forced import compiled, nvrtc
 from gpu_cases import DEVICE, batch_invariant
 
@@ -34,7 +34,7 @@ def test_every_kernel_is_exact_beside_nan(kernels_root: Path) -> None:
     """Rows, columns and K end inside tiles, and NaN follows each row and each matrix."""
     builder = Builder(kernels_root, nvrtc())
     with compiled((params, builder, params) for params in CASES) as binaries:
-        wrong = [entry(x) for x in CASES if binaries[x].result() and not batched_cases.is_right(x, builder)]
+        wrong = [kernel_name(x) for x in CASES if binaries[x].result() and not batched_cases.is_right(x, builder)]
     assert not wrong
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chosen import FAMILIES, entry
+from chosen import FAMILIES, kernel_name
 from cover import cover
 from forced import DTYPES, assert_right, compiled, fits, force_gemm, load, nvrtc, operands
 from gpu_cases import DEVICE
@@ -118,7 +118,7 @@ def launches(
 
 
 @cuda_only
-@pytest.mark.parametrize("params", CASES, ids=entry)
+@pytest.mark.parametrize("params", CASES, ids=kernel_name)
 def test_every_kernel_is_right_whatever_the_edges(loaded: Loaded, params: KernelParams) -> None:
     """Results are within the bound, and exact where sums of 16-bit operands are; two launches in a row have the same
     bits."""
@@ -134,7 +134,7 @@ def test_every_kernel_is_right_whatever_the_edges(loaded: Loaded, params: Kernel
 
 
 @cuda_only
-@pytest.mark.parametrize("params", cover(CASES, features), ids=entry)
+@pytest.mark.parametrize("params", cover(CASES, features), ids=kernel_name)
 def test_many_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
     """Also as programmatic dependent launches, which begin and read B while the one before still runs."""
     shape = shapes_of(params)[1]

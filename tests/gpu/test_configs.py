@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chosen import FAMILIES, entry, make_params
+from chosen import FAMILIES, kernel_name, make_params
 from forced import compiled, force, load, nvrtc
 from gpu_cases import DEVICE
 
@@ -126,7 +126,7 @@ WORK = [(params, shape) for params in USUAL + DIRECT for shape in shapes_of(para
 
 
 @pytest.mark.parametrize(
-    ("params", "shape"), WORK, ids=[f"{entry(params)}-{shape_id(shape)}" for params, shape in WORK]
+    ("params", "shape"), WORK, ids=[f"{kernel_name(params)}-{shape_id(shape)}" for params, shape in WORK]
 )
 def test_every_config(loaded: Loaded, params: KernelParams, shape: Shape) -> None:
     check(params, loaded(params), shape)
@@ -154,12 +154,12 @@ def hundred_runs(params: KernelParams, function: Function, pdl: bool = False, co
     return found[0]
 
 
-@pytest.mark.parametrize("params", USUAL, ids=entry)
+@pytest.mark.parametrize("params", USUAL, ids=kernel_name)
 def test_a_hundred_runs_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
     hundred_runs(params, loaded(params))
 
 
-@pytest.mark.parametrize("params", launched_early(), ids=entry)
+@pytest.mark.parametrize("params", launched_early(), ids=kernel_name)
 def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, params: KernelParams) -> None:
     """Each kernel begins and reads B while the previous one still runs. The bits are those of ordinary launches."""
     early = hundred_runs(params, loaded(params), pdl=True, constant_b=True)
@@ -169,9 +169,9 @@ def test_a_hundred_programmatic_launches_agree_bit_for_bit(loaded: Loaded, param
     assert torch.equal(early, alone)
 
 
-@pytest.mark.parametrize("params", USUAL, ids=entry)
+@pytest.mark.parametrize("params", USUAL, ids=kernel_name)
 def test_as_many_ctas_live_on_an_sm_as_the_model_counts_on(loaded: Loaded, params: KernelParams) -> None:
     config = params.gemm
     family = kernels.gemm_family(params.kernel)
-    blocks = loaded(params).max_active_blocks(family.rules.num_threads(config), family.shared_bytes(params))
+    blocks = loaded(params).max_active_blocks(family.template.num_threads(config), family.shared_bytes(params))
     assert blocks >= config.ctas_per_sm

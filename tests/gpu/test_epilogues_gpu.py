@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from built import built, kernels_of
-from chosen import entry
+from chosen import kernel_name
 from epilogue_runs import EXPRESSIONS, TEXTS, assert_close, check, integers, product, vectors
 from forced import compiled, load, nvrtc
 from gpu_cases import DEVICE
@@ -59,7 +59,7 @@ def binaries(kernels_root: Path) -> Iterator[Binaries]:
 
 
 @cuda_only
-@pytest.mark.parametrize("params", [*CASES, *CASTS], ids=entry)
+@pytest.mark.parametrize("params", [*CASES, *CASTS], ids=kernel_name)
 def test_every_family_finishes_its_sums(params: KernelParams, binaries: Binaries) -> None:
     """Tiles that cross the edge of D, and several tiles of a CTA; nothing outside of D is written, and what lies around
     the epilogue's tensors is NaN."""

@@ -11,7 +11,7 @@ import gated_runs
 import pytest
 import torch
 from built import built, kernels_of
-from chosen import entry
+from chosen import kernel_name
 from forced import compiled, nvrtc
 from gpu_cases import DEVICE
 from grouped_cases import BF16, E4M3, FORMS, KINDS, Case, Routing, call, strides
@@ -79,7 +79,7 @@ def builder(kernels_root: Path) -> Iterator[Builder]:
 
 
 @cuda_only
-@pytest.mark.parametrize("params", CASES, ids=entry)
+@pytest.mark.parametrize("params", CASES, ids=kernel_name)
 def test_every_config(params: KernelParams, builder: Builder) -> None:
     gated_runs.check(params, builder)
 

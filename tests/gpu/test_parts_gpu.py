@@ -34,7 +34,7 @@ class Forced:
     def __init__(self, tile: tuple[int, int, int], a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> None:
         device = torch.cuda.current_device()
         x = Summed("bf16_bmk_bnk_mn", True).check(a=a, b=b, d=d, c=d)
-        work = Summed("bf16_bmk_bnk_mn", True).work(x, device)
+        work = Summed("bf16_bmk_bnk_mn", True).launches(x, device)
         (step,) = work.steps
         assert isinstance(step.spec, GemmSpec)
         assert x is not None

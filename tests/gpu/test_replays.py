@@ -100,7 +100,7 @@ def test_a_patched_map_is_what_the_driver_would_encode(m: int, n: int, k: int) -
     first, second = (operation.check(a, b, nan_output(m, n)) for a, b, _ in cases(m, n, k, True, 2))
     assert first is not None
     assert second is not None
-    (step,) = operation.work(first, 0).steps
+    (step,) = operation.launches(first, 0).steps
     before, after = ({name: x.tensors[name].data_ptr() for name in step.operands} for x in (first, second))
     launch = engine.launch_record(engine.plan(step.spec, 0), step.strides, before, engine.raw_stream(0))
     launch.at([after[name] for name in launch.operands])

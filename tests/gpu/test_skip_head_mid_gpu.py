@@ -5,7 +5,7 @@ from pathlib import Path
 import head_cases
 import pytest
 import torch
-from chosen import entry
+from chosen import kernel_name
 from forced import compiled, nvrtc
 from gpu_cases import DEVICE
 from head_cases import ODD, WHOLE, Splits, check, operands, output
@@ -23,7 +23,7 @@ cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_every_kernel_is_exact_and_leaves_the_middle(kernels_root: Path) -> None:
     builder, cases = Builder(kernels_root, nvrtc()), FP8_HEADS.cases()
     with compiled((params, builder, params) for params in cases) as binaries:
-        wrong = [entry(x) for x in cases if binaries[x].result() and not head_cases.is_right(x, builder)]
+        wrong = [kernel_name(x) for x in cases if binaries[x].result() and not head_cases.is_right(x, builder)]
     assert not wrong
 
 

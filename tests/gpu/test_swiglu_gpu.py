@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from built import built, kernels_of
-from chosen import entry
+from chosen import kernel_name
 from forced import ALPHA, DTYPES, compiled, fits, force_gemm, load, nvrtc
 from gpu_cases import DEVICE
 
@@ -92,7 +92,7 @@ def binaries(kernels_root: Path) -> Iterator[Binaries]:
 
 
 @cuda_only
-@pytest.mark.parametrize("params", CASES, ids=entry)
+@pytest.mark.parametrize("params", CASES, ids=kernel_name)
 def test_every_config(params: KernelParams, binaries: Binaries) -> None:
     """Nothing outside of D and its scales is written."""
     function, parts = load(params, binaries[params].result()), params.epilogue

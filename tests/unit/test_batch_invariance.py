@@ -69,7 +69,7 @@ def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on(
         a, b, d = torch.ones(m, 128).bfloat16(), torch.ones(24, 128), torch.empty(m, 24)
         operands = product.check(a, b, d, torch.empty(m))
         assert operands is not None
-        (step,) = product.work(operands, 0).steps
+        (step,) = product.launches(operands, 0).steps
         assert isinstance(step.spec, PrenormSpec)
         assert step.spec.num_sms == sms
         configs[value].add(kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90))

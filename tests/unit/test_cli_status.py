@@ -79,7 +79,7 @@ def test_an_interrupt_ends_with_130(does: str, status: int) -> None:
      "bench --shape 8x128x128 --output"],
 )  # fmt: skip
 def test_a_directory_that_does_not_exist_is_not_made(command: str, tmp_path: Path) -> None:
-    """Work of minutes went into a mistyped one."""
+    """Launches of minutes went into a mistyped one."""
     result = run(*command.split(), tmp_path / "mistyped" / "file")
     assert (result.exit_code, list(tmp_path.iterdir())) == (2, [])
     assert "there is no directory" in result.output

@@ -19,13 +19,13 @@ from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls
-from deep_gemm.runtime.operation import REQUIRED, Operation
+from deep_gemm.runtime.operation import REQUIRED, KernelOperation
 
 # fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums and
 # batches whose weights have N contiguous.
 CLASSES = {"none": Dense, "contiguous": MGrouped, "masked": MGrouped, "k": KGrouped, "batched": Batched}
 CLASSES["heads"] = SkipHeadMid
-FUNCTIONS: dict[str, Operation] = {
+FUNCTIONS: dict[str, KernelOperation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
     if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed")
@@ -139,7 +139,7 @@ def test_an_entry_appears_in_tracebacks_with_its_lines(gpu: FakeGpu) -> None:
 
 
 def test_two_entries_of_one_name_have_their_own_lines() -> None:
-    first, second = (calls.entry(Dense("bf16_gemm_nt", accumulates)) for accumulates in (False, True))
+    first, second = (calls.make_entry(Dense("bf16_gemm_nt", accumulates)) for accumulates in (False, True))
     assert inspect.getsource(first) != inspect.getsource(second)
 
 

@@ -144,7 +144,7 @@ def test_a_consumer_has_all_columns_of_a_scale(grouping: str, scaling: Any) -> N
     assert {each.config.family for each in ranked} == {(FP8_SCALED if grouping == "none" else FP8_GROUPED).name}
     widths = {each.config.block_n for each in ranked}
     assert {128} <= widths <= {128, 256}
-    assert all(kernels.gemm_family(each.config.family).rules.mma_n(each.config) == 128 for each in ranked)
+    assert all(kernels.gemm_family(each.config.family).template.mma_n(each.config) == 128 for each in ranked)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from built import built, kernels_of
-from chosen import SWAPPED, argument_names, entry, find_config, make_params
+from chosen import SWAPPED, argument_names, find_config, kernel_name, make_params
 from driver_fakes import FakeDriver
 from forced import force, load
 from gpu_fakes import FakeGpu
@@ -30,7 +30,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=entry)
+@pytest.mark.parametrize("params", PARAMS, ids=kernel_name)
 def test_a_launch_has_the_operands(driver: FakeDriver, params: KernelParams, tmp_path: Path) -> None:
     function = load(params, Builder(tmp_path, FakeCompiler()).build(engine.build_request(params)))
     (a, sfa), (b, sfb), _, _ = random_operands(37, 200, 272, "cpu")
@@ -44,7 +44,7 @@ def test_a_launch_has_the_operands(driver: FakeDriver, params: KernelParams, tmp
     assert name == "cuLaunchKernelEx"
     assert (config.gridDimX, config.blockDimX) == (
         forced.launch.shape.grid[0],
-        kernels.gemm_family(params.kernel).rules.num_threads(params.gemm),
+        kernels.gemm_family(params.kernel).template.num_threads(params.gemm),
     )
     names = argument_names(params)
     at = dict(zip(names, struct.unpack(f"={len(names)}Q", ctypes.string_at(parameters, len(names) * 8)), strict=True))
@@ -59,7 +59,7 @@ def test_kernels_that_a_file_needs_are_known_before(gpu: FakeGpu, monkeypatch: p
     x = torch.ones(4, 200, dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = kernels_of([lambda: fused.rms_norm(fused.mul_add(x, x[0], x[0]), x[0])])
-    assert sorted(map(entry, found)) == ["mul_add_bf16_bf16_4x256", "rms_norm_bf16_bf16_4x256"]
+    assert sorted(map(kernel_name, found)) == ["mul_add_bf16_bf16_4x256", "rms_norm_bf16_bf16_4x256"]
     assert gpu.launched == []
     compiled_before: list[KernelParams] = []
     monkeypatch.setattr(engine, "build", compiled_before.append)
@@ -69,7 +69,7 @@ def test_kernels_that_a_file_needs_are_known_before(gpu: FakeGpu, monkeypatch: p
             engine.load(params, 0, "a call")
     assert set(compiled_before) == found
     with pytest.raises(AssertionError, match=r"not compiled before: \['rms_norm_bf16_bf16_4x256'\]"), built([]):
-        engine.load(max(found, key=entry), 0, "a call")
+        engine.load(max(found, key=kernel_name), 0, "a call")
 
 
 Tests = list[tuple[str, str]]  # file and outcome of each

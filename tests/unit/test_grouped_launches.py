@@ -86,7 +86,7 @@ def test_scratch_of_masked_scales_is_padded_to_16_bytes(whole_gpu: None) -> None
     d = torch.zeros(G, 7, N, dtype=BF16)
     x = operation.check((a, sfa), (tensors["b"], tensors["sfb"]), d, tensors["layout"], 4)
     assert x is not None
-    work = operation.work(x, 0)
+    work = operation.launches(x, 0)
     assert work.scratch == {"sfa transposed": ((G, 2, 8), torch.float32)}
     assert (work.steps[-1].strides["sfa"], work.steps[-1].operands["sfa"]) == ((1, 8), "sfa transposed")
     assert operation.shape(x) == f"7x{N}x{K} in {G} groups"
@@ -160,7 +160,9 @@ def work_of(operation: KGrouped, tensors: dict[str, Any], c: Any = None) -> Any:
     given = (tensors["a"], tensors["b"])
     if "sfa" in tensors:
         given = ((tensors["a"], tensors["sfa"]), (tensors["b"], tensors["sfb"]))
-    return operation.work(operation.check(*given, tensors["d"], tensors["layout"], *([c] if c is not None else [])), 0)
+    return operation.launches(
+        operation.check(*given, tensors["d"], tensors["layout"], *([c] if c is not None else [])), 0
+    )
 
 
 def test_fp8_groups_along_k_make_maps_first(whole_gpu: None) -> None:

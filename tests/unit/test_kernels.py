@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from chosen import entry, make_params
+from chosen import kernel_name, make_params
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,7 +118,7 @@ def test_a_family_is_left_out_where_it_cannot_be_built(monkeypatch: pytest.Monke
 
 @of_all
 def test_templates_use_exactly_the_declared_fields(family: KernelFamily) -> None:
-    used = variables(family.template)
+    used = variables(family.template_file)
     for params in family.cases():
         assert family.fields(params).keys() == used
 
@@ -157,7 +157,7 @@ def test_a_cta_fits(family: GemmFamily) -> None:
         assert fields["shared_bytes"] == size <= family.arch.shared_per_cta
         assert config.ctas_per_sm * (size + 1024) <= family.arch.shared_per_cta + 1024
         consumer, producer = (int(fields.get(f"{role}_registers", 0)) for role in ("consumer", "producer"))
-        ctas, threads = int(fields["min_ctas"]), family.rules.num_threads(config)
+        ctas, threads = int(fields["min_ctas"]), family.template.num_threads(config)
         if producer == consumer == 0:  # none are moved: each thread has as many as there can be
             assert 255 * threads <= 65536 // ctas
             continue
@@ -170,7 +170,7 @@ def test_a_cta_fits(family: GemmFamily) -> None:
 
 @of_gemms
 def test_one_more_stage_would_not_fit(family: GemmFamily) -> None:
-    most = 24 if isinstance(family.rules, Swapped) else 8 if isinstance(family.rules, MmaGemm) else MAX_STAGES
+    most = 24 if isinstance(family.template, Swapped) else 8 if isinstance(family.template, MmaGemm) else MAX_STAGES
     for config in family.legal(family.arch) if family.groupings == ("none",) else ():
         # Consumers that take blocks of K in turn own equally many stages.
         deeper = replace(config, num_stages=config.num_stages + config.consumers_k)
@@ -182,7 +182,7 @@ def test_entry_names_tell_all_binaries_apart() -> None:
     every = {params for family in GEMMS for params in variants(family)}
     every |= {make_params(family.configs(family.arch)[0], shape=shape) for family in GEMMS for shape in shapes}
     every |= {params for family in kernels.registry().values() for params in family.cases()}
-    names = [entry(params) for params in every]
+    names = [kernel_name(params) for params in every]
     # Names are paths and C symbols; some filesystems ignore case.
     assert len({name.lower() for name in names}) == len(every)
     for name in names:

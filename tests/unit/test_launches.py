@@ -304,7 +304,7 @@ def test_copies_are_padded_to_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deep_gemm.options.num_sms_for", lambda device: 132)
     monkeypatch.setattr("deep_gemm.options.whole_gpu", lambda device: True)
     monkeypatch.setattr("deep_gemm.arch.for_device", lambda device: SM90)
-    work = Dense("bf16_gemm_nt").work(x, 0)
+    work = Dense("bf16_gemm_nt").launches(x, 0)
     assert work.scratch == {"a copied": ((3, 16), BF16), "b copied": ((5, 16), BF16)}
     assert work.steps[-1].strides == {"d": (5, 1), "a": (16, 1), "b": (16, 1)}
 

@@ -1,4 +1,4 @@
-"""Operators refuse what functions refuse: what comes through either door is checked in `Operation.check`."""
+"""Operators refuse what functions refuse: what comes through either door is checked in `KernelOperation.check`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

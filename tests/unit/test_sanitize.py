@@ -131,13 +131,13 @@ def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> Non
 def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
     """So that the next tile's writes meet what the one before left in shared memory."""
     for params in taken:
-        config, rules = params.gemm, kernels.gemm_family(params.kernel).rules
+        config, template = params.gemm, kernels.gemm_family(params.kernel).template
         m, n, k, num_sms = sizes(config)
         assert k % SCALE_BLOCK == 0
         assert config.cluster_size <= num_sms * config.ctas_per_sm <= 32
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         if config.persistent:
-            assert rules.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
+            assert template.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
 
 
 def test_every_takes_all() -> None:

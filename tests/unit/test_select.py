@@ -148,7 +148,7 @@ def test_calls_choose_from_the_serving_set_and_surveys_from_all_that_is_legal() 
 def test_the_selected_config_covers_what_is_asked(spec: GemmSpec) -> None:
     config = select(spec, SM90).config
     m, n, num_sms = spec.m, spec.n, spec.num_sms
-    ctas = kernels.gemm_family(config.family).rules.num_ctas(config, m, n, num_sms)
+    ctas = kernels.gemm_family(config.family).template.num_ctas(config, m, n, num_sms)
     assert ctas >= 1
     assert ctas % config.cluster_size == 0
     # The GPU spreads CTAs over all SMs before it puts two on one: on part of a GPU there may be no more CTAs than SMs.

@@ -86,7 +86,7 @@ def test_precompile_builds_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [len(summary.outcomes) for summary in summaries] == [len(shard.deal(KERNELS, i, 5)) for i in range(5)]
 
 
-@pytest.mark.parametrize("params", CASES, ids=lambda params: kernels.get(params.kernel).entry(params))
+@pytest.mark.parametrize("params", CASES, ids=lambda params: kernels.get(params.kernel).kernel_name(params))
 def test_params_survive_pickling(params: KernelParams) -> None:
     copy = pickle.loads(pickle.dumps(params))
     assert copy == params

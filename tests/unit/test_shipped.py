@@ -79,13 +79,13 @@ def test_drawing_calls_fails_if_one_misses(
     monkeypatch.setattr(sys, "argv", ["shipped_calls.py", "20"])
     monkeypatch.setattr(shipped, "kernels_of", lambda: [params for params in listed if is_whole or params != used])
     assert shipped_calls.main() == (0 if is_whole else 1)
-    assert (kernels.get(used.kernel).entry(used) in capsys.readouterr().out) is not is_whole
+    assert (kernels.get(used.kernel).kernel_name(used) in capsys.readouterr().out) is not is_whole
 
 
 def test_every_family_ships(listed: list[KernelParams]) -> None:
     """Not those that only calls with an epilogue need, nor those of MXFP4 weights: they are compiled when they are
     first called."""
-    finishing = {FP4.name, *(family.name for family in GEMMS if family.rules.gated)}
+    finishing = {FP4.name, *(family.name for family in GEMMS if family.template.gated)}
     here = {name for name, kernel in kernels.registry().items() if SM90.name in kernel.archs}
     assert {params.kernel for params in listed} == here - finishing
 
@@ -103,7 +103,7 @@ def test_a_new_family_ships_with_its_serving_set(monkeypatch: pytest.MonkeyPatch
 
 
 def test_each_kernel_is_listed_once_and_they_are_few(listed: list[KernelParams]) -> None:
-    assert len({kernels.get(params.kernel).entry(params) for params in listed}) == len(set(listed)) == len(listed)
+    assert len({kernels.get(params.kernel).kernel_name(params) for params in listed}) == len(set(listed)) == len(listed)
     assert 1000 <= len(listed) <= BUDGETS["shipped_kernels"]
 
 

@@ -115,7 +115,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None, tup
 
 
 UNSEEN = {("negative", E4M3), ("negative", torch.int32), ("negative", torch.int64)}
-"""What a warm call does not look for: see `Operation.unsigned`."""
+"""What a warm call does not look for: see `KernelOperation.unsigned`."""
 
 
 @pytest.mark.parametrize("change", CHANGES)

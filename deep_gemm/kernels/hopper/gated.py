@@ -90,7 +90,7 @@ def _gated(config: GemmConfig) -> dict[str, Any]:
 
 FP8_GATED = GemmFamily(
     name="sm90_fp8_gated",
-    rules=Fp8Gated(),
+    template=Fp8Gated(),
     serving=serving.FP8_GATED,
     dtypes=("e4m3",),
     scalings=("1d2d",),
@@ -117,7 +117,7 @@ FP8_GATED = GemmFamily(
 
 HALF_GATED = GemmFamily(
     name="sm90_half_gated",
-    rules=HalfGated(),
+    template=HalfGated(),
     serving=serving.HALF_GATED,
     dtypes=("bf16", "f16"),
     outputs=(SAME, "f32", "e4m3"),

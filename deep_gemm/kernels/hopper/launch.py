@@ -46,20 +46,20 @@ _RASTERS = {
 """Types of the order of tiles, by the form of groups; that of all others is ``GroupRaster``."""
 
 
-def arguments(params: KernelParams, rules: HopperTemplate) -> tuple[Argument, ...]:
+def arguments(params: KernelParams, template: HopperTemplate) -> tuple[Argument, ...]:
     """Parameters in the order of first use: those of the prologue share a line of the constant cache, and each line
     takes 110 cycles. Each operand also has a map of edge boxes (see ``edge_boxes.cuh``), which have ``last_rows``
     and ``last_columns`` rows; those of MN-major operands are the same. ``early_stages`` stages of B are loaded
     before the previous kernel has ended; 0 means that it may still write B and its scales. ``evict_first`` is a set
     of bits (see ``tma.cuh``). With groups along K, FP8 reads tensor maps of A and B from memory."""
     p = params
-    scales, map_d = SCALE_PARAMETERS[p.scaling], maps("map_d") if rules.has_map_d(p) else ()
+    scales, map_d = SCALE_PARAMETERS[p.scaling], maps("map_d") if template.has_map_d(p) else ()
     reads = p.adds_c == "threads"
     c = parse_arguments("const u8* c, i64 c_stride") if reads else ()
     in_memory = p.grouping == "k" and p.dtype == "e4m3"
     operands, lasts = ((), ()) if in_memory else (maps("map_a, map_b"), maps("map_a_last, map_b_last"))
     found = (*front(p), *parse_arguments("u8* d, i64 d_stride"), *c, *scales, *operands, *map_d, *lasts)
-    if rules.rows_of_last_map_d(p.gemm):
+    if template.rows_of_last_map_d(p.gemm):
         found += maps("map_d_last")
     if p.grouping == "k":
         found += parse_arguments("u32 groups, const int* layout")
@@ -88,19 +88,19 @@ def maps(names: str) -> tuple[Argument, ...]:
 
 
 def launch(
-    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    template: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[Grid, dict[str, Value]]:
     """See `Template.launch`. The grid's z dimension has the parts of K."""
     _check_whole_pieces(params, spec.n)
     make = along_k if spec.grouping == "k" else along_m if spec.grouping in groups.ALONG_M else dense
-    ctas, values = make(rules, params, spec, strides, numbers, early)
+    ctas, values = make(template, params, spec, strides, numbers, early)
     if params.adds_c == "threads" and "c_stride" not in values:
         values["c_stride"] = strides["c"][0]
     return (ctas, groups.parts(params.gemm, spec), 1), values
 
 
 def dense(
-    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    template: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     """The grid size and the values for one product (also if D has columns that are left out), for a batch, or for a sum
     of products."""
@@ -108,16 +108,16 @@ def dense(
     m, n, row_bytes = spec.m, spec.n, spec.k * size
     order = raster(c, m, n, row_bytes, spec.num_sms)
     products = spec.groups if batched else 1
-    rows = rules.last_rows(c, m)
+    rows = template.last_rows(c, m)
     box_a = boxes(spec, spec.a, "a", strides)
     map_a, map_a_last = operand_maps(box_a, "a", m, c.block_m // c.cluster_n, rows)
-    maps_b, map_b_last, columns = rules.maps_of_b(params, spec, strides)
+    maps_b, map_b_last, columns = template.maps_of_b(params, spec, strides)
     values: dict[str, Value] = {
         "last_rows": rows,
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
         "raster": order.arguments if spec.grouping in ("none", "heads") else _products(order, spec, c, products),
-        "evict_first": evict_first(spec, order, row_bytes, large_d=rules.stores_by_tma(params)),
+        "evict_first": evict_first(spec, order, row_bytes, large_d=template.stores_by_tma(params)),
         "d_stride": strides["d"][-2],
         "d_stride_g": strides["d"][0],
         "map_a": map_a,
@@ -125,21 +125,21 @@ def dense(
         "map_a_last": map_a_last,
         "map_b_last": map_b_last,
         **{f"map_b_{index}": each for index, each in enumerate(maps_b[1:], 1)},
-        **_scales(rules, params, spec, strides),
+        **_scales(template, params, spec, strides),
     }
-    columns_of_d = rules.columns_of_d(n)
+    columns_of_d = template.columns_of_d(n)
     if spec.grouping == "heads":
         left_columns, mid, right_columns = integers(numbers, "heads")
         values["heads"] = [*divisor(left_columns + right_columns), mid, right_columns]
         columns_of_d += spec.groups * mid
-    if rules.has_map_d(params):
+    if template.has_map_d(params):
         sizes, steps = (
             ((columns_of_d, m, products), strides["d"][-2::-1]) if batched else ((columns_of_d, m), (strides["d"][0],))
         )
-        values["map_d"] = _map_d(rules, params, sizes, steps) if rules.stores_by_tma(params) else bytes(128)
-        if last := rules.rows_of_last_map_d(c):
-            values["map_d_last"] = _map_d(rules, params, sizes, steps, rows=last)
-    return rules.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
+        values["map_d"] = _map_d(template, params, sizes, steps) if template.stores_by_tma(params) else bytes(128)
+        if last := template.rows_of_last_map_d(c):
+            values["map_d_last"] = _map_d(template, params, sizes, steps, rows=last)
+    return template.num_ctas(c, products * align(m, c.block_m * c.cluster_m), n, spec.num_sms), values
 
 
 def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) -> list[int]:
@@ -154,7 +154,7 @@ def _products(order: Raster, spec: GemmSpec, config: GemmConfig, products: int) 
     return [tiles * products, *divisor(tiles), *order.arguments]
 
 
-def _scales(rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
+def _scales(template: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides) -> dict[str, Value]:
     """The values of `SCALE_PARAMETERS` without groups, or of a batch."""
     c, blocks, products = params.gemm, ceil_div(spec.k, SCALE_BLOCK), spec.groups if spec.grouping == "batched" else 0
     if params.scaling == "none":
@@ -172,19 +172,19 @@ def _scales(rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides
     values: dict[str, Value] = {"scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
     if products:
         values["scale_b_stride_g"] = of_product[0]
-    return values | rules.maps_of_scales(box, c, spec.m)
+    return values | template.maps_of_scales(box, c, spec.m)
 
 
 def along_m(
-    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    template: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c, masked = params.gemm, spec.grouping == "masked"
     rows, blocks = spec.m * (spec.groups if masked else 1), ceil_div(spec.k, SCALE_BLOCK)
     boxes_a = boxes(replace(spec, m=rows), spec.a, "a", strides, spec)
     n = spec.groups * spec.n
     map_a = Map(boxes_a(groups.a_rows(spec.grouping, spec.a.dtype, c)), "a")
-    if rules.gated:
-        map_b, map_b_last = gated_maps(rules, params, spec, n, strides)
+    if template.gated:
+        map_b, map_b_last = gated_maps(template, params, spec, n, strides)
     else:
         map_b = map_b_last = Map(boxes(replace(spec, n=n), spec.b, "b", strides, spec)(c.block_n), "b")
     values: dict[str, Value] = {
@@ -199,13 +199,13 @@ def along_m(
         stride_g, stride_n, stride_k = strides["sfb"]
         values["map_scale_a"] = _scales_map("sfa", spec.m, all_blocks, c.block_m, strides)
         values |= {"scale_b_stride_g": stride_g, "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
-    if rules.has_map_d(params):
-        values["map_d"] = _map_d(rules, params, (rules.columns_of_d(spec.n), rows), (strides["d"][0],))
+    if template.has_map_d(params):
+        values["map_d"] = _map_d(template, params, (template.columns_of_d(spec.n), rows), (strides["d"][0],))
     return groups.along_m_ctas(spec, c), values
 
 
 def along_k(
-    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    template: HopperTemplate, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
 ) -> tuple[int, dict[str, Value]]:
     c = params.gemm
     values: dict[str, Value] = dict(groups.along_k_values(spec, c, strides, BYTES[spec.a.dtype]))
@@ -219,18 +219,18 @@ def along_k(
     else:
         for name, operand in (("a", spec.a), ("b", spec.b)):
             values[f"map_{name}"] = values[f"map_{name}_last"] = Map(boxes(spec, operand, name, strides)(64), name)
-    if rules.has_map_d(params):
+    if template.has_map_d(params):
         step, row, _ = strides["d"]
-        values["map_d"] = _map_d(rules, params, (spec.n, spec.m, spec.groups), (row, step))
+        values["map_d"] = _map_d(template, params, (spec.n, spec.m, spec.groups), (row, step))
     return groups.along_k_ctas(spec, c), values
 
 
 def gated_maps(
-    rules: HopperTemplate, params: KernelParams, spec: GemmSpec, n: int, strides: Strides
+    template: HopperTemplate, params: KernelParams, spec: GemmSpec, n: int, strides: Strides
 ) -> tuple[Map, Map]:
     """The tensor maps of gate's rows and of up's, of ``n`` rows of B in all; the same one if they are not interleaved.
     All boxes are whole."""
-    rows = rules.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
+    rows = template.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
     row, column = strides["b"]
     if not params.epilogue.interleaved:
         both = Map(boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
@@ -240,10 +240,10 @@ def gated_maps(
 
 
 def _map_d(
-    rules: HopperTemplate, params: KernelParams, shape: tuple[int, ...], steps: tuple[int, ...], rows: int = 64
+    template: HopperTemplate, params: KernelParams, shape: tuple[int, ...], steps: tuple[int, ...], rows: int = 64
 ) -> Map:
     """The tensor map of D: boxes of ``rows`` rows, swizzled over their own length, clipped at each matrix."""
-    size, width = BYTES[params.output], rules.box_columns(params.gemm, params.output)
+    size, width = BYTES[params.output], template.box_columns(params.gemm, params.output)
     box = (width, rows, 1)[: len(shape)]
     dtype = "u8" if params.output == "e4m3" else params.output
     return Map(TensorMapSpec(dtype, shape, tuple(step * size for step in steps), box, width * size), "d")

@@ -39,7 +39,7 @@ SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
 
 MMA_GEMM = GemmFamily(
     name="mma_gemm",
-    rules=MmaGemm(),
+    template=MmaGemm(),
     archs=ARCHS,
     serving=GEMM_TILES,
     dtypes=("bf16", "f16"),
@@ -62,7 +62,7 @@ MMA_GEMM = GemmFamily(
 
 MMA_SWAPPED = GemmFamily(
     name="mma_swapped",
-    rules=MmaSwapped(),
+    template=MmaSwapped(),
     archs=ARCHS,
     serving=SWAPPED_TILES,
     dtypes=("bf16", "f16"),
@@ -79,7 +79,7 @@ MMA_SWAPPED = GemmFamily(
 
 MMA_FP8 = GemmFamily(
     name="mma_fp8",
-    rules=MmaGemm(fp8=True),
+    template=MmaGemm(fp8=True),
     archs=ARCHS,
     serving=FP8_TILES,
     dtypes=("e4m3",),
@@ -95,7 +95,7 @@ MMA_FP8 = GemmFamily(
 
 MMA_FP8_SWAPPED = GemmFamily(
     name="mma_fp8_swapped",
-    rules=MmaSwapped(fp8=True),
+    template=MmaSwapped(fp8=True),
     archs=ARCHS,
     serving=SWAPPED_TILES,
     dtypes=("e4m3",),
@@ -108,7 +108,7 @@ MMA_FP8_SWAPPED = GemmFamily(
 
 MMA_GROUPED = GemmFamily(
     name="mma_grouped",
-    rules=MmaGemm(grouped=True),
+    template=MmaGemm(grouped=True),
     archs=ARCHS,
     serving=GROUPED_TILES,
     dtypes=("bf16", "f16"),
@@ -127,7 +127,7 @@ MMA_GROUPED = GemmFamily(
 
 MMA_FP8_GROUPED = GemmFamily(
     name="mma_fp8_grouped",
-    rules=MmaGemm(fp8=True, grouped=True),
+    template=MmaGemm(fp8=True, grouped=True),
     archs=ARCHS,
     serving=FP8_TILES,
     dtypes=("e4m3",),
