@@ -49,7 +49,7 @@ DRAWN = ("models-h100", "models-h200")
 """Files of rows of products that `layers.draw` drew. Those with an N x K that a survey has since are left out."""
 PEER = {FP8: "ratio_tensorwise", "bf16_gemm_nt": "ratio_cublaslt"}
 """Operations, and the field of a row that has their speed beside cuBLASLt."""
-HOW = {"graph": "CUDA graph", "flush": "single calls", "steady": "back to back"}
+HOW = {"graph": "CUDA graphs", "flush": "single calls", "steady": "back to back"}
 SPEED = (
     (FP8, "flush", 1, 64),
     (FP8, "flush", 65, 512),
@@ -58,10 +58,11 @@ SPEED = (
     ("bf16_gemm_nt", "flush", 65, 8192),
 )
 """README's lines of dense products: an operation, a mode, the least and the largest M."""
-NAMES = {FP8: "FP8 linear layers ({}); cuBLASLt, block scales", "bf16_gemm_nt": "BF16 linear layers ({}); cuBLASLt"}
+NAMES = {FP8: "FP8 linear layers, {}", "bf16_gemm_nt": "BF16 linear layers, {}"}
 AGAINST_SAME, AGAINST_EASIER = ("ratio_blockwise", "ratio_cublaslt"), ("ratio_tensorwise",)
 DEEPGEMM = {"0.1.4.post1": "2.6.1", "2.5.0.post20260424": "2.5.0"}
 """DeepGEMM's own version of a build, as docs/performance.md says."""
+README_RECORDS = "readme-h200", "experts-h200", "transformers-h200"
 OURS, THEIRS = "nn", "Transformers"
 """The ways to serve a model that README compares, as `examples/transformers_model.py` names them."""
 
@@ -69,7 +70,7 @@ OURS, THEIRS = "nn", "Transformers"
 def speed_table(results: Path = RESULTS) -> str:
     """README's table: lines of `SPEED`, one of experts, one of a model of Transformers, as far as there are rows."""
     lines = [
-        "| what; who solves the same problem | M | the same problem | cuBLASLt, one scale per tensor | DeepGEMM |",
+        "| what is timed | M | the same problem, cuBLASLt (last row: Triton) | one scale per tensor, cuBLASLt | DeepGEMM |",
         "|---|---|---|---|---|",
     ]
     rows = _drawn(results / "readme-h200.jsonl")
@@ -79,11 +80,11 @@ def speed_table(results: Path = RESULTS) -> str:
             span = f"{chosen[0]['m']} to {chosen[-1]['m']}"
             lines.append(f"| {NAMES[op].format(HOW[mode])} | {span} | {' | '.join(cells)} |")
     if experts := _rows(results / "experts-h200.jsonl"):
-        sets = {(row["m"], row["n"], row["k"]) for row in experts}
-        span = f"{experts[0]['m']} to {experts[-1]['m']}, {len(sets)} sets of groups"
-        lines.append(f"| FP8 and BF16 experts (single calls) | {span} | | | {_mean(experts, 'ratio_deepgemm')} |")
+        span = f"{experts[0]['m']} to {experts[-1]['m']}"
+        what = f"{len(experts)} products of experts, FP8 and BF16, single calls"
+        lines.append(f"| {what} | {span} | | | {_mean(experts, 'ratio_deepgemm')} |")
     if served := _served(results / "transformers-h200.jsonl"):
-        lines.append(f"| a small Llama generates; its FP8 layers in Transformers (Triton) | {served} | | |")
+        lines.append(f"| a small FP8 Llama generates, beside Transformers' own kernels | {served} | | |")
     return "\n".join(lines)
 
 
@@ -94,7 +95,7 @@ def _mean(rows: Sequence[Row], *fields: str) -> str:
 
 
 def _served(path: Path) -> str:
-    """The last cells of README's line of a model: batches, and speed relative to Transformers' own FP8 layers."""
+    """The second and third cell of README's line of a model: batches, and speed relative to Transformers' own FP8 layers."""
     rows = [row for row in load(path) if row.get("part") == "serving"] if path.exists() else []
     by_batch: dict[int, dict[str, float]] = {}
     for row in rows:
@@ -174,7 +175,7 @@ def numbers(results: Path = RESULTS) -> str:
     if not rows:
         return "No run is recorded yet. `make bench` on a machine with a GPU records one and fills this in."
     drawn = _rows(results / "readme-h200.jsonl")
-    parts = [f"README's table: {_origin(drawn)} ({_file('readme-h200')}, {_file('experts-h200')})."] if drawn else []
+    parts = [f"README's table: {_origin(drawn)} ({', '.join(map(_file, README_RECORDS))})."] if drawn else []
     parts += [
         "### FP8, DeepSeek-V3's N x K",
         f"{_origin(rows)} ({_file('reference')}). Geometric means over ranges of M; above 1 deep_gemm is faster:",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -192,9 +193,11 @@ def _print(report: dict[str, Any]) -> None:
     fact(out, "package", package["path"])
     fact(out, "versions", ", ".join(f"{name} {version}" for name, version in package["versions"].items()))
     fact(out, "driver", f"CUDA {report['driver_cuda']}" if report["driver_cuda"] else "none")
-    for gpu in report["gpus"]:
+    for _, alike in itertools.groupby(report["gpus"], lambda gpu: gpu | {"index": None}):
+        gpu, *more = alike  # a server has eight of a kind
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {gpu['sms']} SMs, {size(gpu['memory'])}"
-        fact(out, f"GPU {gpu['index']}", f"{text}: {gpu['arch'] or 'no kernels'}")
+        label = f"GPU {gpu['index']}" + (f" to {more[-1]['index']}" if more else "")
+        fact(out, label, f"{text}: {gpu['arch'] or 'no kernels'}")
         if gpu["calibration"]:
             fact(out, "", f"configs are chosen by {gpu['calibration']}")
     fact(out, "headers", f"{report['headers']['path']} ({report['headers']['files']} files)")

@@ -119,6 +119,13 @@ def test_the_edit_of_cubins_takes_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_gpus_of_a_kind_take_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = report()["gpus"][0]
+    gpus = [kind | {"index": index, "name": "GPU Y" if index == 2 else "GPU X"} for index in range(10)]
+    found = [line.partition(", ")[0].split() for line in shown(monkeypatch, gpus=gpus) if line.startswith("GPU")]
+    assert [" ".join(words) for words in found] == ["GPU 0 to 1 GPU X", "GPU 2 GPU Y", "GPU 3 to 9 GPU X"]
+
+
 def test_a_misspelt_setting_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DG_JIT_CACHEDIR", "/x")
     monkeypatch.setenv("DG_OTHER", "1")
