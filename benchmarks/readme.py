@@ -63,14 +63,15 @@ AGAINST_SAME, AGAINST_EASIER = ("ratio_blockwise", "ratio_cublaslt"), ("ratio_te
 DEEPGEMM = {"0.1.4.post1": "2.6.1", "2.5.0.post20260424": "2.5.0"}
 """DeepGEMM's own version of a build, as docs/performance.md says."""
 README_RECORDS = "readme-h200", "experts-h200", "transformers-h200"
-OURS, THEIRS = "nn", "Transformers"
-"""The ways to serve a model that README compares, as `examples/transformers_model.py` names them."""
+OURS = "nn"
+SERVED = {"Transformers": "Transformers' own FP8 layers (Triton)", "BF16": "its BF16 layers (cuBLAS)"}
+"""The ways to serve a model that README compares with ours, as `examples/transformers_model.py` names them."""
 
 
 def speed_table(results: Path = RESULTS) -> str:
-    """README's table: lines of `SPEED`, one of experts, one of a model of Transformers, as far as there are rows."""
+    """README's table: lines of `SPEED`, one of experts, two of a model of Transformers, as far as there are rows."""
     lines = [
-        "| what is timed | M | the same problem, cuBLASLt (last row: Triton) | one scale per tensor, cuBLASLt | DeepGEMM |",
+        "| what is timed | M | the same problem, cuBLASLt or as named | one scale per tensor, cuBLASLt | DeepGEMM |",
         "|---|---|---|---|---|",
     ]
     rows = _drawn(results / "readme-h200.jsonl")
@@ -83,8 +84,9 @@ def speed_table(results: Path = RESULTS) -> str:
         span = f"{experts[0]['m']} to {experts[-1]['m']}"
         what = f"{len(experts)} products of experts, FP8 and BF16, single calls"
         lines.append(f"| {what} | {span} | | | {_mean(experts, 'ratio_deepgemm')} |")
-    if served := _served(results / "transformers-h200.jsonl"):
-        lines.append(f"| a small FP8 Llama generates, beside Transformers' own kernels | {served} | | |")
+    for way, named in SERVED.items():
+        if served := _served(results / "transformers-h200.jsonl", way):
+            lines.append(f"| a small FP8 Llama generates, beside {named} | {served} | | |")
     return "\n".join(lines)
 
 
@@ -94,13 +96,13 @@ def _mean(rows: Sequence[Row], *fields: str) -> str:
     return f"**{geometric_mean(found):.2f}** ({min(found):.2f})" if found else ""
 
 
-def _served(path: Path) -> str:
-    """The second and third cell of README's line of a model: batches, and speed relative to Transformers' own FP8 layers."""
+def _served(path: Path, theirs: str) -> str:
+    """The second and third cell of README's line of a model: batches, and our speed relative to that of ``theirs``."""
     rows = [row for row in load(path) if row.get("part") == "serving"] if path.exists() else []
     by_batch: dict[int, dict[str, float]] = {}
     for row in rows:
         by_batch.setdefault(row["batch"], {})[row["way"]] = row["generated_per_s"]
-    ratios = {batch: ways[OURS] / ways[THEIRS] for batch, ways in by_batch.items() if {OURS, THEIRS} <= ways.keys()}
+    ratios = {batch: ways[OURS] / ways[theirs] for batch, ways in by_batch.items() if {OURS, theirs} <= ways.keys()}
     if not ratios:
         return ""
     batches = " and ".join(map(str, sorted(ratios)))
