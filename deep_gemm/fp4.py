@@ -5,8 +5,8 @@
 takes several times as long as the product and ten times the memory of a group's weights, and is there for trying out.
 Nothing is kept. With transformed weights a model keeps 4.125 bits a weight, or 4.25 where exponents need 8 bits.
 
-Kernels are made for few rows a group, where reading weights takes the time. Any number of rows is right. From some 128
-rows a group on, products of weights that `quantize.mxfp4_to_fp8` cast at load are faster, and use twice the memory.
+Kernels are made for few rows a group, where reading weights takes the time. Any number of rows is right. With many
+rows a group, products of weights that `quantize.mxfp4_to_fp8` cast at load may be faster; they use twice the memory.
 """
 
 from __future__ import annotations

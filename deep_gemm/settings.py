@@ -243,7 +243,7 @@ class Settings:
     cuda_home = _path("CUDA_HOME CUDA_PATH", "A CUDA toolkit to look for nvcc, NVRTC and disassemblers in.")
     ffma_bursts = _flag(
         "DG_FFMA_BURSTS",
-        "Edit scheduling hints of FFMAs in compiled GEMM kernels, which makes them up to 3% faster; 0 takes kernels as "
+        "Edit scheduling hints of FFMAs in compiled GEMM kernels, which makes them a little faster; 0 takes kernels as "
         "the compiler made them. The two are different kernels in the cache and in packs.",
         default=True,
     )
