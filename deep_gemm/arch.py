@@ -12,7 +12,8 @@ from .records import record
 @record(frozen=True)
 class ArchSpec:
     """Limits of one architecture, as its vendor publishes them: CUDA C++ Programming Guide, "Technical Specifications
-    per Compute Capability". Sizes in bytes, per CTA or per SM as named. ``num_sms``: of a common GPU of it."""
+    per Compute Capability", and ``cuda::arch_traits`` of libcu++, which has the same. Sizes in bytes, per CTA or per SM
+    as named. ``num_sms``: of a common GPU of it."""
 
     name: str
     capability: tuple[int, int]

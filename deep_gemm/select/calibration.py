@@ -102,7 +102,7 @@ class Calibration:
 
     def scaled(self, known: Sheet, to: Sheet) -> Calibration:
         """These constants of the card ``known``, scaled to the card ``to`` by the two spec sheets."""
-        hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.tensor_tflops / known.tensor_tflops
+        hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.half_tflops / known.half_tflops
         cycles = to.sms * to.clock_ghz / (known.sms * known.clock_ghz)
 
         def scale(speed: Speed) -> Speed:

@@ -1,15 +1,9 @@
 """Spec sheets of GPU models: what an unknown card starts from.
 
-Where to look them up: NVIDIA's data sheets "H100 Tensor Core GPU" (SXM and PCIe), "H200 Tensor Core GPU", "GH200 Grace
-Hopper Superchip" (with 96 GB), "A100 Tensor Core GPU", "A10 Tensor Core GPU", "L4 Tensor Core GPU", "L40S GPU" and "RTX
-PRO 6000 Blackwell Workstation Edition"; the "H20" product brief; the tables of "NVIDIA Ampere GA102 GPU Architecture"
-(3090), "NVIDIA Ada GPU Architecture" (4090) and "NVIDIA RTX Blackwell GPU Architecture" (5090); "NVIDIA DGX B200" and
-"DGX B300", divided by eight GPUs. The figures have not been compared with these yet; those of the H20 and the B300, the
-clocks and the power of the GH200, and the tensor rate of the RTX PRO 6000 are least sure.
-
-Tensor rates are those of eight-bit operands without sparsity, with float32 sums where the sheet tells these apart: FP8,
-or INT8 before compute capability 8.9, which has twice the rate of BF16 everywhere. Of B200 and B300 they are those of
-instructions that no kernel here uses; mma.sync does not reach them.
+The source of each sheet is beside it. "Driver" is what drivers report, in published logs of cards; "databases" are
+tables of other people, where no document of NVIDIA was found. Rates agree with SMs x clock x products of an SM in a
+cycle, which are the same for all cards of a kind: of 16-bit operands 1024 on compute capability 8.0, 2048 on 9.0, 4096
+on 10.0, 512 on other data centre and workstation cards, and 256 on GeForce cards.
 """
 
 from __future__ import annotations
@@ -30,36 +24,57 @@ class Sheet:
     sms: int
     clock_ghz: float
     """Boost clock."""
-    tensor_tflops: float
+    half_tflops: float
+    """Products of 16-bit operands with float32 sums, without sparsity."""
+    fp8_tflops: float
+    """The same of FP8 operands; 0 where the GPU has no such instruction."""
     hbm_gb_per_s: float
     power_w: int
     arch: str = SM90.name
 
     def distance(self, other: Sheet) -> float:
         """How different two cards are in what limits a GEMM."""
-        rates = ("sms", "tensor_tflops", "hbm_gb_per_s")
+        rates = ("sms", "half_tflops", "hbm_gb_per_s")
         return math.hypot(*(math.log(getattr(self, rate) / getattr(other, rate)) for rate in rates))
 
 
 _PRO_6000 = "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"
 
 SHEETS = (
-    Sheet("H100 SXM", "NVIDIA H100 80GB HBM3", 132, 1.98, 1979, 3350, 700),
-    Sheet("H100 PCIe", "NVIDIA H100 PCIe", 114, 1.755, 1513, 2039, 350),
-    Sheet("H200", "NVIDIA H200", 132, 1.98, 1979, 4800, 700),
-    Sheet("H20", "NVIDIA H20", 78, 1.98, 296, 4000, 400),
-    Sheet("GH200", "NVIDIA GH200 480GB", 132, 1.98, 1979, 4000, 1000),
-    Sheet("A100 80GB", "NVIDIA A100-SXM4-80GB", 108, 1.41, 624, 2039, 400, SM80.name),
-    Sheet("A100 40GB", "NVIDIA A100-SXM4-40GB", 108, 1.41, 624, 1555, 400, SM80.name),
-    Sheet("A10", "NVIDIA A10", 72, 1.695, 250, 600, 150, SM86.name),
-    Sheet("3090", "NVIDIA GeForce RTX 3090", 82, 1.695, 142, 936, 350, SM86.name),
-    Sheet("L40S", "NVIDIA L40S", 142, 2.52, 733, 864, 350, SM89.name),
-    Sheet("L4", "NVIDIA L4", 58, 2.04, 242, 300, 72, SM89.name),
-    Sheet("4090", "NVIDIA GeForce RTX 4090", 128, 2.52, 330, 1008, 450, SM89.name),
-    Sheet("B200", "NVIDIA B200", 148, 1.965, 4500, 8000, 1000, SM100.name),
-    Sheet("B300", "NVIDIA B300", 148, 1.92, 4500, 8000, 1100, SM103.name),
-    Sheet("5090", "NVIDIA GeForce RTX 5090", 170, 2.407, 419, 1792, 575, SM120.name),
-    Sheet("RTX PRO 6000", _PRO_6000, 188, 2.6, 1000, 1792, 600, SM120.name),
+    # The data sheets of H100 and H200, in copies; the clock by the driver.
+    Sheet("H100 SXM", "NVIDIA H100 80GB HBM3", 132, 1.98, 989.5, 1979, 3350, 700),
+    # The H100's data sheet, in a copy (with 2,000 GB/s), and product brief PB-11133-001. No source for the clock.
+    Sheet("H100 PCIe", "NVIDIA H100 PCIe", 114, 1.755, 756.5, 1513, 2039, 350),
+    Sheet("H200", "NVIDIA H200", 132, 1.98, 989.5, 1979, 4800, 700),
+    # Databases. No source for the clock.
+    Sheet("H20", "NVIDIA H20", 78, 1.98, 148, 296, 4000, 400),
+    # Databases: SMs, the clock, and the power, which is that of CPU, GPU and memory. No source for the bandwidth.
+    Sheet("GH200", "NVIDIA GH200 480GB", 132, 1.98, 989.5, 1979, 4000, 1000),
+    # Data sheet 1758950 "A100 Tensor Core GPU", as quoted; SMs and the clock also by the driver; the rate also in
+    # NVIDIA/cudnn-frontend#715.
+    Sheet("A100 80GB", "NVIDIA A100-SXM4-80GB", 108, 1.41, 312, 0, 2039, 400, SM80.name),
+    Sheet("A100 40GB", "NVIDIA A100-SXM4-40GB", 108, 1.41, 312, 0, 1555, 400, SM80.name),
+    # Databases.
+    Sheet("A10", "NVIDIA A10", 72, 1.695, 125, 0, 600, 150, SM86.name),
+    # "NVIDIA Ampere GA102 GPU Architecture" V2, appendix A: the rate, as quoted. The rest: databases.
+    Sheet("3090", "NVIDIA GeForce RTX 3090", 82, 1.695, 71, 0, 936, 350, SM86.name),
+    # Data sheet "L40S", in copies: all but the clock, which is from databases.
+    Sheet("L40S", "NVIDIA L40S", 142, 2.52, 366.5, 733, 864, 350, SM89.name),
+    # Data sheet "L4", in a copy: all but the SMs, which follow from its 7,424 CUDA cores; databases also say 60.
+    Sheet("L4", "NVIDIA L4", 58, 2.04, 121, 242, 300, 72, SM89.name),
+    # "NVIDIA Ada GPU Architecture" V2: float32 sums have half of the rate, as quoted. The rest: databases.
+    Sheet("4090", "NVIDIA GeForce RTX 4090", 128, 2.52, 165.2, 330.3, 1008, 450, SM89.name),
+    # NVIDIA's page of the DGX B200, as quoted: rates. Driver: SMs, the clock, and the bandwidth, by width and clock of
+    # the memory; NVIDIA says 8,000. Power: a system in MLPerf's results.
+    Sheet("B200", "NVIDIA B200", 148, 1.965, 2250, 4500, 7672, 1000, SM100.name),
+    # Data sheet of the HGX B300, as quoted in NVIDIA/cosmos-framework#114: rates, and the driver's name. The rest:
+    # driver. NVIDIA's "Inside NVIDIA Blackwell Ultra" has 160 SMs of the whole chip, and 8,000 GB/s.
+    Sheet("B300", "NVIDIA B300 SXM6 AC", 148, 2.032, 2250, 4500, 7672, 1100, SM103.name),
+    # Databases; no document was found with the rates, which are those of 256 and 512 products of an SM in a cycle.
+    Sheet("5090", "NVIDIA GeForce RTX 5090", 170, 2.407, 209.5, 419, 1792, 575, SM120.name),
+    # "NVIDIA RTX Blackwell PRO GPU Architecture", as quoted in NVIDIA/cudnn-frontend#597: the rate of 16-bit operands,
+    # from which the clock follows. SMs and power: driver. FP8 has twice that rate by no source. Bandwidth: databases.
+    Sheet("RTX PRO 6000", _PRO_6000, 188, 2.617, 503.8, 1007.6, 1792, 600, SM120.name),
 )
 
 
