@@ -295,6 +295,16 @@ inline void ptx_cvt_u16_u32(u16& d, u32 x) { d = static_cast<u16>(x); }
 inline void ptx_mul_rn_f16x2(u32& d, u32 x, u32 y) {
   d = to_f16(from_f16(x) * from_f16(y)) | static_cast<u32>(to_f16(from_f16(x >> 16) * from_f16(y >> 16))) << 16;
 }
+inline void ptx_fma_rn_f16x2(u32& d, u32 x, u32 y, u32 z) {  // float64 holds a product of FP16 and its sum
+  const auto each = [&](u32 by) {
+    const double sum = static_cast<double>(from_f16(x >> by)) * from_f16(y >> by) + from_f16(z >> by);
+    u16 bits;
+    const _Float16 rounded = static_cast<_Float16>(sum);
+    memcpy(&bits, &rounded, 2);
+    return static_cast<u32>(bits) << by;
+  };
+  d = each(0) | each(16);
+}
 inline void ptx_setp_ne_u32(bool& p, u32 x, u32 y) { p = x != y; }
 inline void ptx_cvt_rn_bf16x2_f32(u32& d, float high, float low) { d = to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16; }
 inline void ptx_cvt_rn_f16x2_f32(u32& d, float high, float low) { d = to_f16(low) | static_cast<u32>(to_f16(high)) << 16; }

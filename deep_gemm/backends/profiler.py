@@ -43,7 +43,7 @@ def roof(device: torch.device) -> Roof | None:
     name = sheet.name if sheet.device == found.name else f"{sheet.name}, the nearest that is known to {found.name}"
     each = 64 if sheet.arch == SM80.name else 128  # float32 multiply-adds of an SM in a clock
     plain = sheet.sms * sheet.clock_ghz * each * 2 / 1e3
-    fp8 = sheet.fp8_tflops or sheet.half_tflops  # FP8 that is widened has the rate of what it becomes
+    fp8 = sheet.eight_bit_tflops or sheet.half_tflops  # FP8 that is widened has the rate of what it becomes
     peaks: dict[Rate, float] = {"fp8": fp8, "half": sheet.half_tflops, "float32": plain}
     return Roof(name, sheet.hbm_gb_per_s, peaks)
 

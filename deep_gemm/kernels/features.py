@@ -16,6 +16,11 @@ class Costs(NamedTuple):
     """Cycles of the tensor cores for a block of one CTA."""
     read: float
     """Bytes of operands that instructions read from shared memory for a block."""
+    issue: float = 0.0
+    """Cycles of an SM that the warps which multiply need for something else in a block of one CTA, such as reading or
+    widening operands; 0 where that does not count."""
+    depth: float = 1.0
+    """Blocks in a stage."""
     promotion: float = 0.0
     """Cycles of a consumer's promotion for a block; 0 where sums stay in the accumulators."""
     ahead: bool = True
@@ -30,6 +35,8 @@ class Costs(NamedTuple):
     """Whether the store warp stores a tile while consumers compute the next one."""
     hides_epilogue: bool = True
     """Whether the next tile's products run while a tile is stored."""
+    exchanges_alone: bool = True
+    """Whether a part of K that is the only one exchanges its sums, as others do."""
     exchanges_edges: bool = True
     """Whether the split-K exchange also moves sums of rows and columns past the edge of D."""
     prologue_us: float = 0.0
@@ -49,6 +56,8 @@ class Features(NamedTuple):
     """CTAs on the busiest SM."""
     tensor: float
     """Cycles of the tensor cores for a block of one CTA."""
+    issue: float
+    """Cycles of an SM that the warps which multiply need for something else in a block of one CTA."""
     consumers: float
     """Consumer warpgroups of a CTA."""
     consumers_k: float
@@ -58,6 +67,7 @@ class Features(NamedTuple):
     ahead: float
     """1 where the next block's products are issued before promotion, else 0."""
     stages: float
+    """Blocks that are loaded ahead."""
     filled: float
     """Bytes that a CTA loads for a block."""
     elements: float

@@ -192,13 +192,15 @@ class GemmFamily(KernelFamily):
         """See `Template.speeds`."""
         return self.template.speeds(spec)
 
-    def features(self, spec: GemmSpec, config: GemmConfig) -> Features:
-        """The inputs of the performance model. Groups are estimated as one product with about as much work."""
+    def features(self, spec: GemmSpec, config: GemmConfig, arch: str = SM90.name) -> Features:
+        """The inputs of the performance model on the target ``arch``. Groups are estimated as one product with about as
+        much work."""
         size = BYTES[spec.a.dtype]
         scaling = SCALINGS.get((spec.a.scaling, spec.b.scaling), "")  # a property would be a call for each config
-        costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling)
+        costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling, arch)
         if config.parts:
-            return groups.in_parts(lambda each: count(*costs, each, config, size), spec, config)
+            alone = costs[0].exchanges_alone
+            return groups.in_parts(lambda each: count(*costs, each, config, size), spec, config, alone)
         if spec.grouping in ("none", "summed", "heads"):
             return count(*costs, spec, config, size)
         if spec.grouping == "k":
@@ -326,10 +328,10 @@ def _arguments_of(family: GemmFamily, params: KernelParams) -> tuple[Argument, .
 
 @functools.cache
 def _costs(
-    family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str
+    family: GemmFamily, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str
 ) -> tuple[Costs, Mapping[str, float], int]:
-    found = family.template.costs(config, output, aligned, scaling)
-    return found, constant_features(found, config), archs.get(family.archs[0]).num_sms
+    found = family.template.costs(config, output, aligned, scaling, arch)
+    return found, constant_features(found, config), archs.get(arch).num_sms
 
 
 def instead(spec: Spec) -> str:

@@ -55,11 +55,12 @@ def constant_features(costs: Costs, config: GemmConfig) -> dict[str, float]:
     """The `Features` that do not depend on the spec."""
     return {
         "tensor": costs.tensor,
+        "issue": costs.issue,
         "consumers": config.num_consumers,
         "consumers_k": costs.consumers_k,
         "promotion": costs.promotion,
         "ahead": float(costs.ahead),
-        "stages": config.num_stages,
+        "stages": config.num_stages * costs.depth,
         "prologue_us": costs.prologue_us,
         "store_warp": float(costs.store_warp),
         "hides_epilogue": float(costs.hides_epilogue),

@@ -221,11 +221,14 @@ def memory_of_sums(spec: GemmSpec) -> int:
     return 128 + spec.num_sms * (_WARPS * 8 + MOST_SUMS * 4)
 
 
-def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
+def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig, alone: bool) -> Features:
     """The inputs of the performance model for a config with parts: those of a product with one part of K, and the tiles
-    of all parts. ``counted`` returns the inputs for a spec. The last cluster of a tile exchanges sums once more."""
+    of all parts. ``counted`` returns the inputs for a spec. The last cluster of a tile exchanges sums once more,
+    also if its part is the only one and ``alone`` is true."""
     count = parts(config, spec)
     whole = counted(spec)
+    if count == 1 and not alone:
+        return whole
     each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=ceil_div(spec.k, count)))
     return each._replace(
         traffic=max(0.0, whole.traffic + whole.first - each.first),

@@ -116,9 +116,9 @@ class Template(ABC):
         return params.gemm
 
     @abstractmethod
-    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
-        """What ``config`` costs, for the performance model. ``output`` is D's dtype; ``aligned``: rows of D begin at
-        multiples of 16 bytes."""
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
+        """What ``config`` costs on the target ``arch``, for the performance model. ``output`` is D's dtype;
+        ``aligned``: rows of D begin at multiples of 16 bytes."""
 
     def speeds(self, spec: GemmSpec) -> str:
         """The name in `select.calibration.NAMED` of the speeds by which the model estimates ``spec``; "" for the common

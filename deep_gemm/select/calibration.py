@@ -79,9 +79,11 @@ class Calibration:
     origin: str = ""
     others: tuple[tuple[str, Speed], ...] = ()
     """Speeds by which only some products are estimated, by name: see `Template.speeds`."""
+    arch: str = DEFAULT.name
+    """The compiler target, whose kernels have costs of their own."""
 
     @classmethod
-    def from_json(cls, data: dict[str, Any], origin: str = "") -> Calibration:
+    def from_json(cls, data: dict[str, Any], origin: str = "", arch: str = DEFAULT.name) -> Calibration:
         """From a file's "constants". Raises InvalidInputError."""
         others = sorted(name for name in data if name.startswith(PREFIX))
         if sorted(data) != sorted(["power", "speed", *others]):
@@ -90,7 +92,7 @@ class Calibration:
                 "Make a new one with `deep-gemm calibrate fit`."
             )
         named = tuple((name.removeprefix(PREFIX), _read(Speed, data[name])) for name in others)
-        return cls(_read(Speed, data["speed"]), _read(Power, data["power"]), origin, named)
+        return cls(_read(Speed, data["speed"]), _read(Power, data["power"]), origin, named, arch)
 
     def to_json(self) -> dict[str, dict[str, float]]:
         others = {PREFIX + name: asdict(speed) for name, speed in self.others}
@@ -101,15 +103,17 @@ class Calibration:
         return dict(self.others).get(name, self.speed)
 
     def scaled(self, known: Sheet, to: Sheet) -> Calibration:
-        """These constants of the card ``known``, scaled to the card ``to`` by the two spec sheets."""
-        hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.half_tflops / known.half_tflops
+        """These constants of the card ``known``, scaled to the card ``to`` by the two spec sheets. The common speeds
+        are those of FP8 there, and 16-bit products have speeds of their own."""
+        hbm, tensor = to.hbm_gb_per_s / known.hbm_gb_per_s, to.reached(element_bytes=1) / known.reached(element_bytes=1)
+        half = to.reached(element_bytes=2) / known.reached(element_bytes=2)
         cycles = to.sms * to.clock_ghz / (known.sms * known.clock_ghz)
 
-        def scale(speed: Speed) -> Speed:
+        def scale(speed: Speed, rate: float) -> Speed:
             return replace(
                 speed,
                 clock_ghz=to.clock_ghz,
-                tensor=speed.tensor * cycles / tensor,
+                tensor=speed.tensor * cycles / rate,
                 start_gb_per_s=speed.start_gb_per_s * hbm,
                 hbm_gb_per_s=speed.hbm_gb_per_s * hbm,
                 l2_gb_per_s=speed.l2_gb_per_s * cycles,
@@ -120,8 +124,9 @@ class Calibration:
             products_per_us=self.power.products_per_us * min(tensor, to.power_w / known.power_w),
             stored_per_us=self.power.stored_per_us * hbm,
         )
-        others = tuple((name, scale(speed)) for name, speed in self.others)
-        return Calibration(scale(self.speed), power, f"the spec sheet of {to.name}, scaled from {self.origin}", others)
+        others = tuple((name, scale(speed, half)) for name, speed in self.others)
+        origin = f"the spec sheet of {to.name}, scaled from {self.origin}"
+        return Calibration(scale(self.speed, tensor), power, origin, others, to.arch)
 
 
 Kind = TypeVar("Kind", Speed, Power)
@@ -146,10 +151,10 @@ def file_of(device_name: str) -> Path:
 
 
 @functools.cache
-def load(path: Path) -> Calibration:
-    """The calibration in a file. Raises InvalidInputError if it holds none."""
+def load(path: Path, arch: str = DEFAULT.name) -> Calibration:
+    """The calibration in a file, of a GPU model of ``arch``. Raises InvalidInputError if it holds none."""
     data = json.loads(path.read_text())
-    return Calibration.from_json(data["constants"], f"the calibration {path.stem}")
+    return Calibration.from_json(data["constants"], f"the calibration {path.stem}", arch)
 
 
 @functools.cache
@@ -158,18 +163,18 @@ def for_device(device_name: str, num_sms: int = 0, hbm_gb_per_s: float = 0.0, ar
     the spec sheets. The sheet of an unknown card is found by SMs and bandwidth among those of ``arch``; 0 means
     unknown."""
     path = file_of(device_name)
-    own = load(path) if path.is_file() else None
+    own = load(path, arch) if path.is_file() else None
     if own is not None and tuple(name for name, _ in own.others) == NAMED:
         return own
     from . import sheets  # here: a card whose file has all speeds needs none
 
     sheet = sheets.for_device(device_name, num_sms, hbm_gb_per_s, arch)
     known = [each for each in sheets.SHEETS if file_of(each.device).is_file()]
-    near = [(each, load(file_of(each.device))) for each in sorted(known, key=sheet.distance)]
+    near = [(each, load(file_of(each.device), each.arch)) for each in sorted(known, key=sheet.distance)]
     scaled = [found if each == sheet else found.scaled(each, sheet) for each, found in near]
     found = own or scaled[0]
     others = {name: speed for each in [*reversed(scaled), found] for name, speed in each.others}
-    return replace(found, others=tuple(sorted(others.items())))
+    return replace(found, others=tuple(sorted(others.items())), arch=arch)
 
 
 def default() -> Calibration:

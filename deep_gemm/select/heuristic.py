@@ -33,12 +33,14 @@ class Choice:
     @functools.cached_property
     def estimate(self) -> Estimate:
         """The model's estimate. Computed when asked for, since ranking needs only one number of each config."""
-        return estimate(self.spec, self.config, speed(self.spec, self.config.family, self.calibration))
+        known = self.calibration
+        return estimate(self.spec, self.config, speed(self.spec, self.config.family, known), known.arch)
 
     @functools.cached_property
     def sustained_us(self) -> float:
         """The time of one launch among many back to back, if power is the limit (see `power`)."""
-        return sustained_us(self.spec, self.config, features(self.spec, self.config), self.calibration.power)
+        x = features(self.spec, self.config, self.calibration.arch)
+        return sustained_us(self.spec, self.config, x, self.calibration.power)
 
 
 SOME_TOKENS = 512
@@ -145,10 +147,10 @@ def order(
     names = {config.family for config in configs}
     features_of = {name: kernels.gemm_family(name).features for name in names}
     speed_of = {name: speed(spec, name, calibration) for name in names}
-    sustained, streamed = sustains(spec), streams(spec)
+    sustained, streamed, target = sustains(spec), streams(spec), calibration.arch
 
     def key(config: GemmConfig) -> tuple[float, int]:
-        x, known = features_of[config.family](spec, config), speed_of[config.family]
+        x, known = features_of[config.family](spec, config, target), speed_of[config.family]
         us = parts(x, known)["total"] if measured is None else measured[config]
         if sustained and x.element_bytes == KNOWN_BYTES:
             drawn = SUSTAINED_PART * sustained_us(spec, config, x, calibration.power)

@@ -1,9 +1,10 @@
 """The time of a GEMM with a config, by a roofline model.
 
 Each resource has its time: the tensor cores of an SM, which co-resident CTAs share; a consumer's chain of multiply and
-promote; the latency of loads, which stages hide; the path from L2 into an SM; the whole L2; and HBM. They overlap, but
-not perfectly: together they take a smooth maximum (a p-norm) of their times. The launch and the first stage come
-before, the epilogue of the last tile after them. `Features` holds counts, `Speed` the rates.
+promote, or what else its warps need the SM for; the latency of loads, which stages hide; the path from L2 into an SM;
+the whole L2; and HBM. They overlap, but not perfectly: together they take a smooth maximum (a p-norm) of their times.
+The launch and the first stage come before, the epilogue of the last tile after them. `Features` holds counts, `Speed`
+the rates.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import kernels
+from ..arch import DEFAULT
 from ..kernels.features import Features
 from ..params import GemmConfig
 from ..records import record
@@ -49,6 +51,7 @@ def parts(x: Features, c: Speed, maximum: Callable[[Any, Any], Any] = max) -> di
         c.load_cycles / x.stages, x.resident * (x.filled / c.fill_bytes_per_cycle + x.crowded * c.crowded_cycles)
     )
     first = x.first / (c.start_gb_per_s * 1e3)
+    chain = maximum(chain, x.resident * x.issue)
     tensor, chain, loads = x.resident * tensor * us, chain * us, loads * us
     l2, hbm = x.from_l2 * lines / (c.l2_gb_per_s * 1e3), x.traffic / (c.hbm_gb_per_s * 1e3)
     most, p = maximum(tensor, maximum(chain, maximum(loads, maximum(l2, hbm)))), c.overlap
@@ -78,14 +81,14 @@ def speed(spec: GemmSpec, family: str, calibration: Calibration) -> Speed:
     return calibration.named(kernels.gemm_family(family).speeds(spec))
 
 
-def features(spec: GemmSpec, config: GemmConfig) -> Features:
-    """The counts of ``config``, by its family."""
-    return kernels.gemm_family(config.family).features(spec, config)
+def features(spec: GemmSpec, config: GemmConfig, arch: str = DEFAULT.name) -> Features:
+    """The counts of ``config`` on the target ``arch``, by its family."""
+    return kernels.gemm_family(config.family).features(spec, config, arch)
 
 
-def estimate(spec: GemmSpec, config: GemmConfig, speed: Speed) -> Estimate:
-    """The predicted time of ``spec`` with ``config``, launch included."""
-    x = features(spec, config)
+def estimate(spec: GemmSpec, config: GemmConfig, speed: Speed, arch: str = DEFAULT.name) -> Estimate:
+    """The predicted time of ``spec`` with ``config`` on the target ``arch``, launch included."""
+    x = features(spec, config, arch)
     times = parts(x, speed)
     total = times.pop("total")
     return Estimate(

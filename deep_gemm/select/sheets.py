@@ -26,11 +26,20 @@ class Sheet:
     """Boost clock."""
     half_tflops: float
     """Products of 16-bit operands with float32 sums, without sparsity."""
-    fp8_tflops: float
+    eight_bit_tflops: float
     """The same of FP8 operands; 0 where the GPU has no such instruction."""
     hbm_gb_per_s: float
     power_w: int
     arch: str = SM90.name
+    mma_tflops: tuple[float, float] | None = None
+    """Products of 16-bit and of FP8 operands with the instructions that kernels here use, where these have other rates
+    than the above."""
+
+    def reached(self, element_bytes: int) -> float:
+        """TFLOP/s of the instructions that kernels here use for operands of so many bytes. FP8 without an instruction
+        of its own is multiplied as FP16."""
+        half, eight = self.mma_tflops or (self.half_tflops, self.eight_bit_tflops or self.half_tflops)
+        return eight if element_bytes == 1 else half
 
     def distance(self, other: Sheet) -> float:
         """How different two cards are in what limits a GEMM."""
@@ -65,13 +74,16 @@ SHEETS = (
     # "NVIDIA Ada GPU Architecture" V2: float32 sums have half of the rate, as quoted. The rest: databases.
     Sheet("4090", "NVIDIA GeForce RTX 4090", 128, 2.52, 165.2, 330.3, 1008, 450, SM89.name),
     # NVIDIA's page of the DGX B200, as quoted: rates. Driver: SMs, the clock, and the bandwidth, by width and clock of
-    # the memory; NVIDIA says 8,000. Power: a system in MLPerf's results.
-    Sheet("B200", "NVIDIA B200", 148, 1.965, 2250, 4500, 7672, 1000, SM100.name),
+    # the memory; NVIDIA says 8,000. Power: a system in MLPerf's results. No document has the rate of mma.sync: it is
+    # taken to do 1024 products of an SM in a cycle, since an owner of a B300 measured 1001 of them.
+    Sheet("B200", "NVIDIA B200", 148, 1.965, 2250, 4500, 7672, 1000, SM100.name, (596, 596)),
     # Data sheet of the HGX B300, as quoted in NVIDIA/cosmos-framework#114: rates, and the driver's name. The rest:
     # driver. NVIDIA's "Inside NVIDIA Blackwell Ultra" has 160 SMs of the whole chip, and 8,000 GB/s.
-    Sheet("B300", "NVIDIA B300 SXM6 AC", 148, 2.032, 2250, 4500, 7672, 1100, SM103.name),
-    # Databases; no document was found with the rates, which are those of 256 and 512 products of an SM in a cycle.
-    Sheet("5090", "NVIDIA GeForce RTX 5090", 170, 2.407, 209.5, 419, 1792, 575, SM120.name),
+    Sheet("B300", "NVIDIA B300 SXM6 AC", 148, 2.032, 2250, 4500, 7672, 1100, SM103.name, (616, 616)),
+    # Databases; no document was found with the rates, which are those of 256 and 512 products of an SM in a cycle. With
+    # scales in the instruction FP8 has twice the rate, as owners of other GeForce cards measured
+    # (flashinfer-ai/flashinfer#3628).
+    Sheet("5090", "NVIDIA GeForce RTX 5090", 170, 2.407, 209.5, 419, 1792, 575, SM120.name, (209.5, 838)),
     # "NVIDIA RTX Blackwell PRO GPU Architecture", as quoted in NVIDIA/cudnn-frontend#597: the rate of 16-bit operands,
     # from which the clock follows. SMs and power: driver. FP8 has twice that rate by no source. Bandwidth: databases.
     Sheet("RTX PRO 6000", _PRO_6000, 188, 2.617, 503.8, 1007.6, 1792, 600, SM120.name),

@@ -20,7 +20,7 @@ struct MmaProducts {
   static DG_DEVICE void add(Sums& sum, const Fragments& x) {
     if constexpr (kKind == kMmaWidened) {
       // A word has four bytes of K. Those of both operands are in the same order, in which they need not be neighbours in the product: the
-      // first two are elements 2 i and 2 i + 1 of 16, and the others 2 i + 8 and 2 i + 9.
+      // first and the third are elements 2 i and 2 i + 1 of 16, and the others 2 i + 8 and 2 i + 9.
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         u32 right[kTilesN][2];
@@ -49,16 +49,15 @@ struct MmaProducts {
 
  private:
   // Four bytes of E4M3 as FP16, which has all their values: exponents are one bit longer, and their bias is eight more.
-  static DG_DEVICE void widen(u32 x, u32& low, u32& high) {
-    const u32 nan = ((x & 0x7f7f7f7f) + 0x01010101) & 0x80808080;  // of bytes with all bits set but for the sign
-    low = widen_pair(select_bytes(x, 0x1404));
-    high = widen_pair(select_bytes(x, 0x3424));
-    if (nan) {
-      low |= nan_of(select_bytes(nan, 0x1404));
-      high |= nan_of(select_bytes(nan, 0x3424));
-    }
+  static DG_DEVICE void widen(u32 x, u32& even, u32& odd) {
+    even = widen_pair(x << 8);
+    odd = widen_pair(x);
   }
-  // Of two bytes, each in the upper half of 16 bits.
-  static DG_DEVICE u32 widen_pair(u32 x) { return multiply_halves((x & 0x80008000) | (x >> 1 & 0x3f803f80), 0x5c005c00); }
-  static DG_DEVICE u32 nan_of(u32 marks) { return (marks >> 15 & 0x00010001) * 0x7fff; }
+  // Of two bytes, each in the upper half of 16 bits. NaN has the bits of 480, and 448 is the largest number. So 480 * 144 alone is
+  // infinite, and NaN times zero. Integers would need a branch.
+  static DG_DEVICE u32 widen_pair(u32 x) {
+    const u32 small = (x & 0x80008000) | (x >> 1 & 0x3f803f80);  // divided by 256
+    const u32 large = multiply_halves(small, 0x78807880), zero = 0;
+    return multiply_add_halves(large, zero, multiply_halves(small, 0x5c005c00));
+  }
 };

@@ -60,18 +60,18 @@ DG_DEVICE void multiply_add(float* sum, const u32 (&a)[4], const u32 (&b)[2]) {
   }
 }
 
-// Bytes of x and zeros: nibble i of `which` says which byte becomes byte i; 4 is a zero.
-DG_DEVICE u32 select_bytes(u32 x, u32 which) {
-  u32 y;
-  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
-  return y;
-}
-
 // The products of two pairs of FP16, subnormal ones too.
 DG_DEVICE u32 multiply_halves(u32 x, u32 y) {
   u32 z;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
   return z;
+}
+
+// x y + z, rounded once.
+DG_DEVICE u32 multiply_add_halves(u32 x, u32 y, u32 z) {
+  u32 sum;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
+  return sum;
 }
 
 DG_DEVICE float load_global(const float* from) {

@@ -12,7 +12,7 @@ from deep_gemm import arch, kernels
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.binary import Binary
 from deep_gemm.kernels.portable import PORTABLE
-from deep_gemm.kernels.portable.template import warp_tile
+from deep_gemm.kernels.portable.template import WIDENING, warp_tile
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 
@@ -53,6 +53,19 @@ def check(folder: Path, cases: list[KernelParams]) -> None:
 def test_the_largest_tile_of_each_family(target: str, tmp_path: Path) -> None:
     found = arch.get(target)
     check(tmp_path, [family.case(family.configs(found)[-1], found) for family in PORTABLE])
+
+
+def test_widening_takes_the_instructions_that_the_model_counts(tmp_path: Path) -> None:
+    """Also those by which NaN stays NaN: 0 times a number that may be infinite is not left out."""
+    family = kernels.gemm_family("mma_fp8")
+    params = family.case(family.configs(arch.SM80)[-1], arch.SM80)
+    (binary,) = built(tmp_path, [params])
+    text = sass(binary.cubin)
+    words = sum(warp_tile(params.gemm)) * text.count("HMMA.") // products(params)[1]
+    halves = len(re.findall(r"\bH(?:FMA2|MUL2)\b", text))
+    integers = len(re.findall(r"LOP3\.LUT|SHF\.R|IMAD\.SHL", text))
+    assert halves == 6 * words
+    assert 0.95 * WIDENING * words < halves + integers < 1.15 * WIDENING * words
 
 
 def test_the_loop_over_k_has_no_branches_beside_its_own(tmp_path: Path) -> None:

@@ -119,13 +119,13 @@ PRODUCTS = {"sm_80": 1024, "sm_86": 512, "sm_89": 512, "sm_90a": 2048, "sm_100a"
 """Multiply-adds of 16-bit operands that an SM does in a cycle; GeForce cards do half of these with float32 sums."""
 
 
-@pytest.mark.parametrize("sheet", [sheet for sheet in sheets.SHEETS if sheet.name != "H20"], ids=lambda sheet: sheet.name)
+@pytest.mark.parametrize("sheet", [each for each in sheets.SHEETS if each.name != "H20"], ids=lambda each: each.name)
 def test_rates_of_a_sheet_agree_with_its_sms_and_clock(sheet: sheets.Sheet) -> None:
     """Published rates are at most those of the boost clock. An H20 multiplies less than its SMs could."""
     products = PRODUCTS[sheet.arch] / (2 if "GeForce" in sheet.device else 1)
     assert 0.9 < sheet.half_tflops / (sheet.sms * sheet.clock_ghz * products * 2 / 1e3) < 1.01
-    assert sheet.fp8_tflops == pytest.approx(2 * sheet.half_tflops, rel=2e-3) or sheet.arch in ("sm_80", "sm_86")
-    assert (sheet.fp8_tflops == 0) == (sheet.arch in ("sm_80", "sm_86"))
+    assert sheet.eight_bit_tflops == pytest.approx(2 * sheet.half_tflops, rel=2e-3) or sheet.arch in ("sm_80", "sm_86")
+    assert (sheet.eight_bit_tflops == 0) == (sheet.arch in ("sm_80", "sm_86"))
 
 
 def test_a_card_without_a_calibration_starts_from_its_spec_sheet() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from host_code import compiled
 
-from deep_gemm import arch, kernels
+from deep_gemm import arch, kernels, ops, select
 from deep_gemm.arch import SM80, SM86, SM90
 from deep_gemm.errors import UnsupportedError
+from deep_gemm.kernels.portable.template import WIDENING, warp_tile
+from deep_gemm.select import calibration, sheets
 from deep_gemm.spec import QuantizeSpec
 
 _CODE = """
@@ -102,3 +104,46 @@ def test_gpus_are_known_by_their_capability() -> None:
     assert early == ["sm_90a", "sm_100a", "sm_103a", "sm_120a"]
     assert SM80.ctas_fit(163 * 1024, 1)
     assert not SM80.ctas_fit(82 * 1024, 2)
+
+
+OTHERS = [sheet for sheet in sheets.SHEETS if sheet.arch != SM90.name]
+
+
+def ranked(sheet: sheets.Sheet, op: str, m: int, n: int) -> list[select.Choice]:
+    spec, known = ops.spec(m, n, 8192, sheet.sms, op), calibration.for_device(sheet.device, sheet.sms, arch=sheet.arch)
+    return select.rank(spec, arch.get(sheet.arch), known)
+
+
+@pytest.mark.parametrize("sheet", OTHERS, ids=lambda sheet: sheet.name)
+def test_choices_follow_what_kernels_do_on_a_card(sheet: sheets.Sheet) -> None:
+    """Few tokens take swapped operands, unless reading weights takes so long that all tiles are alike. Many take the
+    largest tile, if tiles of all sizes divide evenly among the SMs. FP8 is faster than BF16 where bytes count; where
+    products count, it is so only by an instruction of its own."""
+    few, many = {}, {}
+    for op in ("fp8_gemm_nt", "bf16_gemm_nt"):
+        found = ranked(sheet, op, 8, 8192)
+        few[op], swapped = found[0].estimate, next(choice for choice in found if choice.config.swap_ab)
+        assert swapped is found[0] or (op == "bf16_gemm_nt" and swapped.estimate.total_us < 1.005 * few[op].total_us)
+        best = ranked(sheet, op, 4096, 256 * sheet.sms)[0]
+        tiles = kernels.gemm_family(best.config.family).configs(arch.get(sheet.arch))
+        assert best.config.block_m * best.config.block_n == max(config.block_m * config.block_n for config in tiles)
+        many[op] = best.estimate
+    assert few["fp8_gemm_nt"].total_us < few["bf16_gemm_nt"].total_us
+    fp8, half = many["fp8_gemm_nt"], many["bf16_gemm_nt"]
+    low, high = {"sm_89": (0.4, 0.6), "sm_120a": (0.2, 0.6)}.get(sheet.arch, (0.9, 1.1))
+    assert low < fp8.tensor_us / half.tensor_us < high
+    assert (fp8.total_us < 0.6 * half.total_us) == (sheet.arch in ("sm_89", "sm_120a"))
+
+
+def test_widening_is_a_cost_of_the_target_and_a_rate_one_of_the_card() -> None:
+    """A100s widen FP8, which L40S do not; the instruction that 5090s have for FP8 has four times the rate of BF16."""
+    family, spec = kernels.gemm_family("mma_fp8"), ops.spec(8192, 8192, 8192, 108)
+    for config in family.configs(SM80):
+        widened, native = (family.features(spec, config, target) for target in ("sm_80", "sm_89"))
+        assert widened.issue == WIDENING * config.num_consumers * sum(warp_tile(config)) > native.issue
+        assert widened.tensor == native.tensor
+        assert widened.promotion == 2 * native.promotion
+    rates = {sheet.name: round(sheet.reached(element_bytes=1) / sheet.reached(element_bytes=2), 2) for sheet in OTHERS}
+    widens = {sheet.name for sheet in OTHERS if sheet.arch not in ("sm_89", "sm_120a")}
+    assert {name for name, rate in rates.items() if rate == 1} == widens
+    assert {name for name, rate in rates.items() if rate == 4} == {"5090"}

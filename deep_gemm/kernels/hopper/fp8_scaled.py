@@ -183,7 +183,7 @@ class Fp8Scaled(HopperTemplate):
     def mma_n(self, config: GemmConfig) -> int:
         return mma_n(config)
 
-    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         return wgmma_costs(
             *(config, mma_n(config)),
             aligned=aligned,

@@ -219,7 +219,7 @@ class HalfGemm(HopperTemplate):
     def min_ctas(self, config: GemmConfig) -> int:
         return config.ctas_per_sm if config.num_consumers > 1 else 2
 
-    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         """With groups along K elements of D cost what 16-bit ones do. Without groups there are 128x128 tiles in pairs
         for few blocks of K; with them they would be alone, and 128x256 tiles take 10% less time."""
         wide = output == "f32" and self.groups != "k"

@@ -102,7 +102,7 @@ class Swapped(HopperTemplate):
             return 40, 216
         return (40, 232) if config.ctas_per_sm == 1 else (32, 104)
 
-    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         """Tokens are the columns of wgmma, and the epilogue transposes D."""
         return wgmma_costs(
             *(config, config.block_m), aligned=aligned, store_warp=False, few_rows=True, promotion=PROMOTION[scaling]

@@ -42,8 +42,15 @@ _CONSTANTS = {
 _LEAST_TABLE = groups.table_bytes("contiguous", groups.LEAST_SEGMENTS)
 """Bytes of the smallest table of groups."""
 
-_READ_CYCLES = 1 / 1024
-"""Cycles of the tensor cores that a byte of a fragment costs: an eighth of those in which shared memory gives it."""
+_SHARED_BYTES = 128
+"""Bytes that shared memory takes or gives in a cycle."""
+
+WIDENING = 13
+"""Instructions by which a warp widens a word of FP8, seven on integers and six on FP16. A scheduler issues one in a
+cycle."""
+
+_SLOW_FLOAT32 = ("sm_80",)
+"""Targets with a multiply-add of float32 in two cycles of a scheduler; others have one in each."""
 
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
@@ -142,19 +149,28 @@ class MmaGemm(Template):
     def fitted(self, params: KernelParams, table: int, arch: ArchSpec) -> GemmConfig:
         return params.gemm.changed(self._stages_that_fit(params.gemm, arch, table))
 
-    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str) -> Costs:
+    def speeds(self, spec: GemmSpec) -> str:
+        return "" if self.fp8 else "of 16-bit tiles"
+
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         """By counting instructions: nothing was measured. Tensor cores take the cycles of a Hopper's for as many
-        products, whose rate a calibration scales, and more where warps read more fragments for each. A sum is promoted
-        by one FFMA."""
+        products, and a calibration scales these by the rate of the instruction. Meanwhile shared memory takes a block
+        and gives fragments, and warps widen these. Each sum is promoted by one FFMA after that."""
         rows, columns = warp_tile(config)
         read = 4 * config.num_consumers * (rows + columns) * 128
-        products = config.block_m * config.block_n / 32
+        moved = (config.block_m + config.block_n) * 128 + read
+        words = config.num_consumers * (rows + columns) if self.fp8 and arch not in _FP8 else 0
+        promoted = config.num_consumers * rows * columns / 32 * (2 if arch in _SLOW_FLOAT32 else 1)
         return Costs(
-            tensor=products + read * _READ_CYCLES,
+            tensor=config.block_m * config.block_n / 32,
             read=read,
-            promotion=rows * columns / 32 * config.num_consumers if self.fp8 else 0.0,
-            element=1.0 if aligned and not config.swap_ab else _LONE_ELEMENT,
+            issue=max(moved / _SHARED_BYTES, words * WIDENING),
+            depth=config.block_k * self.size / DEPTHS[-1],
+            promotion=promoted if self.fp8 else 0.0,
+            ahead=not self.fp8,
+            element=2.0 if config.swap_ab else 1.0 if aligned else _LONE_ELEMENT,
             hides_epilogue=False,
+            exchanges_alone=False,
         )
 
     # ---- a binary
