@@ -1,4 +1,4 @@
-"""Batches of products and einsum on the CPU: results, refusals, and the launches that a GPU would make."""
+"""Batches of products and einsum, of 16 bits and of FP8, on the CPU: results, refusals, and launches of a GPU."""
 
 import itertools
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batched_cases import FORMS, integers, product, surrounded
+from batched_cases import FORMS, integers, product, scaled, scaled_product, surrounded
 from chosen import argument_names, case
 from gpu_fakes import FakeGpu
 
@@ -15,23 +15,34 @@ from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.kernels import groups
-from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, HALF_BATCHED, HALF_SUMMED
 from deep_gemm.ops.batched import Batched
-from deep_gemm.ops.table import BMM_BF16, SUM_BF16
+from deep_gemm.ops.table import BMM_BF16, BMM_FP8, SUM_BF16
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, align, ceil_div
+from deep_gemm.spec import GemmSpec, TransposeSpec, align, ceil_div
 
 PLAIN, BHR, BHD, SUM = FORMS
 BF16 = torch.bfloat16
 B, H, D, R = 24, 3, 40, 64
 SHAPES = {BHR: ((B, H, R), (H, D, R), (B, H, D)), BHD: ((B, H, D), (H, D, R), (B, H, R))}
 """Of a, b and d."""
+N8, K8, BLOCKS = 136, 272, 3
+"""N and K of FP8, and blocks of K."""
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def of(form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """a, b, and a d full of NaN."""
     of_a, of_b, of_d = SHAPES[form]
     return integers(*of_a), integers(*of_b, seed=1), torch.full(of_d, float("nan"), dtype=BF16)
+
+
+def fp8_operands() -> tuple[Pair, Pair, torch.Tensor, torch.Tensor]:
+    """a and b of `fp8_einsum`, a d full of NaN, and the result."""
+    x = scaled(H, B, N8, K8)
+    a = x["a"].transpose(0, 1).contiguous(), x["sfa"].transpose(0, 1).contiguous()
+    d = torch.full((B, H, N8), float("nan"), dtype=BF16)
+    return a, (x["b"], x["sfb"]), d, scaled_product(x).transpose(0, 1).to(BF16)
 
 
 @pytest.mark.parametrize("cublaslt", [False, True])
@@ -65,47 +76,70 @@ def test_products_of_any_strides(kind: str, dtype: torch.dtype, majors: tuple[st
             assert torch.equal(d, product(*values).to(out))
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 8, 8), (2, 0, 8, 8), (2, 4, 0, 8), (2, 4, 8, 0)])
+def test_fp8_einsum_is_einsum() -> None:
+    a, b, d, wanted = fp8_operands()
+    deep_gemm.fp8_einsum(BHR, a, b, d)
+    assert torch.equal(d, wanted)
+    for rows in (0, 1):
+        part = torch.full((rows, H, N8), float("nan"), dtype=BF16)
+        deep_gemm.fp8_einsum(BHR, tuple(x[:rows] for x in a), b, part, None, (1, 128, 128), None)  # type: ignore[arg-type]
+        assert torch.equal(part, wanted[:rows])
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("major", ["k", "mn"])
+def test_fp8_products_of_any_strides(by_rows: bool, major: str) -> None:
+    """And scales of any strides."""
+    values = scaled(H, B, N8, K8)
+    x = {name: surrounded(each, by_rows, major if name.startswith("sf") else "k") for name, each in values.items()}
+    d = torch.empty(B, H, N8, dtype=BF16).transpose(0, 1)
+    deep_gemm.fp8_bmm((x["a"].tensor, x["sfa"].tensor), (x["b"].tensor, x["sfb"].tensor), d)
+    assert torch.equal(d, scaled_product(values).to(BF16))
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 8, 16), (2, 0, 8, 16), (2, 4, 0, 16), (2, 4, 8, 0)])
 def test_any_size_may_be_zero(sizes: tuple[int, ...]) -> None:
     groups, m, n, k = sizes
-    d = torch.full((groups, m, n), float("nan"), dtype=BF16)
+    x = scaled(*sizes)
+    d, fp8_d = (torch.full((groups, m, n), float("nan"), dtype=BF16) for _ in range(2))
     deep_gemm.bf16_bmm(torch.empty(groups, m, k, dtype=BF16), torch.empty(groups, n, k, dtype=BF16), d)
-    assert bool((d == 0).all())
+    deep_gemm.fp8_bmm((x["a"], x["sfa"]), (x["b"], x["sfb"]), fp8_d)
+    assert not d.any()
+    assert not fp8_d.any()
     total = torch.ones(m * 64, 64)
     deep_gemm.einsum(SUM, torch.empty(0, m * 64, 64, dtype=BF16), torch.empty(0, 64, 64, dtype=BF16), total, total)
     assert bool((total == 1).all())
 
 
-def bad(name: str, change: Any) -> Any:
-    """A call of `einsum` with one argument changed."""
-    a, b, d = of(BHR)
-    given = {"expr": BHR, "a": a, "b": b, "d": d}
-    return given | {name: change(given.get(name))}
-
-
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("expr", lambda x: "ij,jk->ik", UnsupportedError, "expr must be bhr,hdr->bhd, bhd,hdr->bhr or bmk"),
-    ("expr", lambda x: 3, UnsupportedError, "but it is 3"),
-    ("c", lambda x: torch.zeros(B, H, D, dtype=BF16), InvalidInputError, "c must be None for bhr,hdr->bhd"),
     ("use_cublaslt", lambda x: 1, InvalidInputError, "use_cublaslt must be True or False"),
-    ("a", lambda x: x[0], InvalidInputError, "a must have 3 dimensions"),
-    ("a", lambda x: x.half(), InvalidInputError, r"a of einsum bhr,hdr->bhd must be torch.bfloat16.*Pass a.to"),
-    ("b", lambda x: x[:2], InvalidInputError, "b must have the shape .* h is 2 in it and 3 before"),
-    ("d", lambda x: x[1:], InvalidInputError, "d must have the shape .* b is 23 in it and 24 before"),
-    ("d", lambda x: x.half(), InvalidInputError, "d of einsum bhr,hdr->bhd must be torch.bfloat16 or torch.float32"),
-    ("a", lambda x: x[:1].expand(B, H, R), InvalidInputError, "rows begin at multiples of 16 bytes and not overlap"),
-    ("b", lambda x: x[:1].expand(H, D, R), InvalidInputError, "matrices of b must lie .* but they are 0 bytes apart"),
-    ("b", lambda x: torch.zeros(H, D, R + 1, dtype=BF16)[..., :R], InvalidInputError, "multiples of 16 bytes"),
-    ("d", lambda x: x[:1].expand(B, H, D), InvalidInputError, "d must have contiguous rows of their own"),
-    ("d", lambda x: torch.zeros(D, B, H, dtype=BF16).permute(1, 2, 0), InvalidInputError,
-        "d must have contiguous rows"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "change", "error", "message"), REFUSED)
-def test_what_is_wrong_is_said(name: str, change: Any, error: type[Exception], message: str) -> None:
+def part(index: int, change: Any) -> Any:
+    """A pair with its values or its scales changed."""
+    return lambda pair: tuple(change(each) if at == index else each for at, each in enumerate(pair))
+
+
+FP8_REFUSED: list[tuple[str, Any, type[Exception], str]] = [
+    ("expr", lambda x: BHD, UnsupportedError, "expr of FP8 must be bhr,hdr->bhd on Hopper, but it is 'bhd,hdr->bhr'"),
+    ("expr", lambda x: FORMS[3], UnsupportedError, "expr of FP8 must be"),
+    ("epilogue", lambda x: "relu", UnsupportedError, "epilogue must be None"),
+    ("recipe", lambda x: (1, 2), InvalidInputError, "recipe must be 3 positive integers"),
+    ("b", part(1, lambda x: x.int()), UnsupportedError, "the scales of b are torch.int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fp8", "name", "change", "error", "message"),
+    [*((False, *each) for each in REFUSED), *((True, *each) for each in FP8_REFUSED)],
+)
+def test_what_is_wrong_is_said(fp8: bool, name: str, change: Any, error: type[Exception], message: str) -> None:
+    a, b, d = fp8_operands()[:3] if fp8 else of(BHR)
+    given: dict[str, Any] = {"expr": BHR, "a": a, "b": b, "d": d}
     with pytest.raises(error, match=message):
-        deep_gemm.einsum(**bad(name, change))
+        (deep_gemm.fp8_einsum if fp8 else deep_gemm.einsum)(**given | {name: change(given.get(name))})
 
 
 def test_d_shares_no_memory_with_an_input() -> None:
@@ -135,6 +169,13 @@ def test_a_sum_reads_k_major_operands() -> None:
         deep_gemm.einsum(SUM, a.transpose(1, 2), a, d)
 
 
+def test_k_of_fp8_is_contiguous() -> None:
+    x = scaled(2, 32, 32, 32)
+    turned = x["b"].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="K of b must be contiguous"):
+        deep_gemm.fp8_bmm((x["a"], x["sfa"]), (turned, x["sfb"]), torch.empty(2, 32, 32, dtype=BF16))
+
+
 # ------------------------------------------------------------------------------------------------ on a GPU
 
 
@@ -154,6 +195,37 @@ def test_einsum_is_one_launch(gpu: FakeGpu, form: str, m: int, n: int, k: int, m
     asked = ops.spec(m, n, k, 132, BMM_BF16, groups=H, majors=("k", major_b))  # type: ignore[arg-type]
     assert (launched.spec, launched.strides) == (asked, strides)
     assert launched.at == {"a": a.data_ptr(), "b": b.data_ptr(), "d": d.data_ptr()}
+
+
+def test_scales_that_tma_can_read_cost_no_launch(gpu: FakeGpu) -> None:
+    """As a slice of storage (h, blocks, rows rounded up to 4)."""
+    a, b, d, _ = fp8_operands()
+    storage = torch.ones(H, BLOCKS, B + 4)
+    for sfa in (storage[:, :, :B], storage[:, :, 4:]):
+        deep_gemm.fp8_einsum(BHR, (a[0], sfa.permute(2, 0, 1)), b, d)
+    assert len(gpu.launched) == 2
+    launched = gpu.launched[-1]
+    assert launched.spec == ops.spec(B, N8, K8, 132, BMM_FP8, groups=H)
+    assert launched.strides == {
+        "a": (K8, H * K8, 1),
+        "sfa": (BLOCKS * (B + 4), 1, B + 4),
+        "b": (N8 * K8, K8, 1),
+        "sfb": b[1].stride(),
+        "d": (N8, H * N8, 1),
+    }
+
+
+@pytest.mark.parametrize("rows", [1, 24])
+def test_other_scales_are_transposed_first(gpu: FakeGpu, rows: int) -> None:
+    a, b, d, _ = fp8_operands()
+    odd = torch.ones(H, BLOCKS, B + 1).permute(2, 0, 1)
+    for sfa in (a[1], odd, torch.ones(B, 1, BLOCKS).expand(B, H, BLOCKS)):
+        deep_gemm.fp8_einsum(BHR, (a[0][:rows], sfa[:rows]), b, d[:rows])
+        transpose, gemm = gpu.launched[-2:]
+        assert transpose.spec == TransposeSpec(rows, BLOCKS, H)
+        assert transpose.strides["source"] == sfa[:rows].transpose(0, 1).stride()
+        step = -(-rows // 4) * 4
+        assert gemm.strides["sfa"] == (BLOCKS * step, 1, step)
 
 
 def test_a_sum_is_one_launch(gpu: FakeGpu) -> None:
@@ -195,15 +267,19 @@ def test_tma_writes_whole_rows_of_16_bytes(gpu: FakeGpu, columns: int, aligned: 
 
 
 def test_a_fallback_computes_what_no_kernel_can(gpu: FakeGpu) -> None:
-    a, b, d = of(BHR)
     gpu.unsupported = "no kernel here."
+    a, b, d = of(BHR)
+    of_fp8, to_fp8, d8, wanted = fp8_operands()
     with pytest.raises(UnsupportedError, match="no kernel here"):
         deep_gemm.einsum(BHR, a, b, d)
     for way in ("torch", "cublaslt"):
         d.zero_()
+        d8.zero_()
         with settings.override(fallback=(way,)):
             deep_gemm.einsum(BHR, a, b, d)
+            deep_gemm.fp8_einsum(BHR, of_fp8, to_fp8, d8)
         assert torch.equal(d, torch.einsum(BHR, a.double(), b.double()).to(BF16))
+        assert deep_gemm.testing.calc_diff(d8, wanted) < 1e-4
 
 
 def launch_of(spec: GemmSpec, params: Any, strides: Any) -> dict[str, Any]:
@@ -223,6 +299,28 @@ def test_maps_end_with_each_matrix() -> None:
     assert [each.box for each in maps.values()] == [(64, 128, 1), (64, 72, 1), (64, 64, 1), (64, 64, 1)]
     count, tiles = found["raster"][1][:2]
     assert (count, tiles, found["grid"]) == (5 * 2 * 3, 2 * 3, 30)
+
+
+@pytest.mark.parametrize(
+    ("params", "box", "tiles"),
+    [
+        (case(FP8_BATCHED, 128, 128, (1, 1), 2, 2), 128, 2 * 3),
+        (case(FP8_BATCHED_SWAPPED, 64), 64, 4 * 6),
+    ],
+)
+def test_maps_of_fp8_end_with_each_matrix(params: Any, box: int, tiles: int) -> None:
+    spec = ops.spec(200, 328, 208, 132, BMM_FP8, groups=5)
+    strides = {"a": (208, 1040, 1), "b": (70000, 208, 1), "d": (336, 1680, 1), "sfa": (404, 1, 204), "sfb": (6, 2, 1)}
+    found = launch_of(spec, params, strides)
+    assert (found["map_a"].spec.dims, found["map_a"].spec.strides) == ((208, 200, 5), (1040, 208))
+    assert (found["map_b"].spec.dims, found["map_b"].spec.strides) == ((208, 328, 5), (208, 70000))
+    scales = found["map_scale_a"].spec
+    assert (scales.dims, scales.strides, scales.box) == ((200, 2, 5), (204 * 4, 404 * 4), (box, 1, 1))
+    assert [found[name][1] for name in ("d_stride", "d_stride_g")] == [1680, 336]
+    assert [found[f"scale_b_stride_{letter}"][1] for letter in "gnk"] == [6, 2, 1]
+    assert found["raster"][1][:2] == (5 * tiles, tiles)
+    if "map_d" in found:
+        assert (found["map_d"].spec.dims, found["map_d"].spec.strides) == ((328, 200, 5), (3360, 672))
 
 
 def test_a_sum_has_blocks_of_each_product() -> None:
@@ -323,13 +421,24 @@ def test_too_many_tiles_are_refused() -> None:
 
 
 def test_no_kernel_of_a_batch_splits_k() -> None:
-    for m, n, k in ((1, 1024, 4096), (64, 128, 16384), (4096, 1024, 4096)):
-        spec = ops.spec(m, n, k, 132, BMM_BF16, groups=2)
+    sizes = ((1, 1024, 4096), (64, 128, 16384), (4096, 1024, 4096))
+    for (m, n, k), op in itertools.product(sizes, (BMM_BF16, BMM_FP8)):
+        spec = ops.spec(m, n, k, 132, op, groups=2)
         assert {choice.config.k_splits for choice in select.rank(spec, SM90)} == {1}
         assert {config.k_splits for config in select.heuristic.legal(spec, SM90)} == {1}
     spec = ops.spec(128, 384, 4096 * 128, 132, SUM_BF16, groups=4096)
     assert select.select(spec, SM90).config.parts, "few tiles are shared out"
     assert select.select(replace(spec, batch_invariant=True), SM90).config.cluster_k == 1
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_few_rows_are_swapped(heads: int) -> None:
+    """Weights are the bytes of these products."""
+    for rows in (1, 8, 16, 32):
+        config = select.select(ops.spec(rows, 1024, 4096, 132, BMM_FP8, groups=heads), SM90).config
+        assert (config.swap_ab, config.block_m) == (True, max(8, rows))
+    config = select.select(ops.spec(4096, 1024, 4096, 132, BMM_FP8, groups=heads), SM90).config
+    assert (config.swap_ab, config.block_m * config.block_n) == (False, 128 * 256)
 
 
 def test_flops_are_those_of_all_products() -> None:

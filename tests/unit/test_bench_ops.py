@@ -1,5 +1,7 @@
 """Benchmarks of the 16-bit operations, on the CPU: operands in their forms, peers, rows, surveys."""
 
+import contextlib
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -147,43 +149,38 @@ def test_rows_of_nothing_that_is_timed_are_refused(more: dict[str, Any], tmp_pat
         survey.load([path])
 
 
-def test_the_promise_is_of_the_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_promise_is_of_the_weights_alone_and_taken_back(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given before the first call, and taken back after an error too."""
     done: list[tuple[str, int]] = []
-    monkeypatch.setattr(deep_gemm, "declare_constant", lambda *t: done.append(("declare", len(t))), raising=False)
-    monkeypatch.setattr(deep_gemm, "retract_constant", lambda *t: done.append(("retract", len(t))), raising=False)
-    make = backends.make_operands
+    make, call = backends.make_operands, deep_gemm.bf16_gemm_nn
+
+    def graph(calls: Any) -> dict[str, float]:
+        for each in itertools.chain(*calls.values()):
+            each()
+        if fails:
+            raise RuntimeError("out of memory")
+        return {name: float(len(name)) for name in calls}
+
+    def noted(what: str, b: torch.Tensor) -> None:
+        done.append((what, b.data_ptr()))
+
+    monkeypatch.setattr(deep_gemm, "declare_constant", lambda b: noted("declare", b), raising=False)
+    monkeypatch.setattr(deep_gemm, "retract_constant", lambda b: noted("retract", b), raising=False)
+    monkeypatch.setattr(deep_gemm, "bf16_gemm_nn", lambda a, b, *rest: (noted("call", b), call(a, b, *rest)))
     monkeypatch.setattr(backends, "make_operands", lambda shape, sets: make(shape, min(sets, 2), "cpu"))
-    monkeypatch.setattr(timing, "graph", lambda calls: {name: float(len(name)) for name in calls})
-    row = run.measure(problem("bf16_gemm_nn", accumulate=True), "graph")
-    assert done == [("declare", 1)] * 2 + [("retract", 1)] * 2
-    assert (row["op"], row["accumulate"], row["us"], row["us_cublaslt"]) == ("bf16_gemm_nn", True, 4.0, 8.0)
-    assert (row["ratio_cublaslt"], row["ratio_cublaslt_unpromised"]) == (2.0, 0.5333)
-
-
-def test_bench_prints_each_row_before_the_next_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a pipe, as on a terminal."""
-    path = tmp_path / "printed"
-    seen: list[str] = []
-
-    def measure(shape: GemmShape, mode: str, names: Any) -> run.Row:
-        seen.append(path.read_text() if path.exists() else "")
-        return run.make_row(shape, mode, {"ours": 10.0, "tensorwise": 5.0}, {})
-
-    class Writing:
-        def print(self, text: Any) -> None:
-            path.write_text((path.read_text() if path.exists() else "") + f"{text}\n")
-
-    from deep_gemm.cli import bench
-
-    monkeypatch.setattr(run, "measure", measure)
-    monkeypatch.setattr(bench, "_need_gpu", lambda modes: None)
-    monkeypatch.setattr(bench, "console", Writing)
-    result = CliRunner().invoke(app, ["bench", "--shape", "1x128x256", "--shape", "64x128x256"])
-    assert result.exit_code == 0, result.output
-    assert "1/2" not in seen[0]
-    assert "1/2" in seen[1]
-    assert "2/2" not in seen[1]
-    assert "2/2" in path.read_text()
+    monkeypatch.setattr(timing, "graph", graph)
+    with contextlib.suppress(RuntimeError):
+        row = run.measure(problem("bf16_gemm_nn", accumulate=True), "graph")
+    declared = [at for what, at in done if what == "declare"]
+    assert len(declared) == 2
+    for at in declared:
+        assert done.index(("declare", at)) < done.index(("call", at))
+    assert len({at for what, at in done if what == "call"}) == 4, "the unpromised sets are others"
+    assert done[-2:] == [("retract", at) for at in declared]
+    if not fails:
+        assert (row["op"], row["accumulate"], row["us"], row["us_cublaslt"]) == ("bf16_gemm_nn", True, 4.0, 8.0)
+        assert (row["ratio_cublaslt"], row["ratio_cublaslt_unpromised"]) == (2.0, 0.5333)
 
 
 @pytest.mark.parametrize(

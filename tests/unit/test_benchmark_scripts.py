@@ -235,15 +235,6 @@ def test_first_calls_leave_a_row_for_each_operation(monkeypatch: pytest.MonkeyPa
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def test_the_shapes_are_those_of_the_rows_and_no_survey_has_them() -> None:
-    surveys = sorted(RESULTS.glob("survey*.jsonl"))
-    assert surveys
-    found = [(shape.m, shape.n, shape.k) for shape in selection.unseen(surveys)]
-    rows = [json.loads(line) for line in (RESULTS / "selection.jsonl").read_text().splitlines()]
-    assert len(set(found)) == selection.COUNT
-    assert found == [(row["m"], row["n"], row["k"]) for row in rows]
-
-
 def test_what_is_kept_out_of_fits_is_in_no_survey_that_a_calibration_names() -> None:
     files = {
         name for path in calibration.FOLDER.glob("*.json") for name in json.loads(path.read_text())["survey"]["files"]
@@ -282,17 +273,6 @@ def test_the_command_judges_a_list_name_by_name(
 
 FAMILIES = selection.listed(selection.FAMILIES)
 LOST = [(256, 3584, 18944), (256, 5120, 8192), (8192, 8192, 28672)]
-
-
-def test_the_list_is_of_four_families_and_nothing_is_fitted_to_it() -> None:
-    assert {shape.source for shape in FAMILIES} == {"Llama", "Qwen", "GLM", "Mistral", "lost"}
-    drawn = [shape for shape in FAMILIES if shape.source != "lost"]
-    assert [(shape.m, shape.n, shape.k) for shape in FAMILIES if shape.source == "lost"] == LOST
-    assert {(shape.n, shape.k) for shape in drawn} <= set(layers.layers(kept_out=True))
-    surveyed = {(row["m"], row["n"], row["k"]) for row in survey.load(sorted(RESULTS.glob("survey*.jsonl")))}
-    assert surveyed.isdisjoint(LOST)
-    for low, high in ((1, 64), (65, 512), (513, 8192)):
-        assert sum(low <= shape.m <= high for shape in drawn) >= 5
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deep_gemm.aot.workload import GemmShape
-from deep_gemm.bench import backends, provenance, run, shapes, summary
+from deep_gemm.bench import provenance, run, shapes, summary
 from deep_gemm.testing import timing
 
 
@@ -107,77 +107,6 @@ def test_a_graph_row_says_what_the_promise_and_the_floor_come_to() -> None:
     # No floor is known for other weights, and it does not apply to other modes.
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7184), "graph", us, {})
     assert "floor_fraction" not in run.make_row(GemmShape(1, 2112, 7168), "flush", us, {})
-
-
-@pytest.fixture
-def promises(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The weight promises that `run.measure` gives and takes back, in order, with operands on the CPU and without
-    timing."""
-    import torch
-
-    import deep_gemm
-
-    done: list[tuple[Any, ...]] = []
-
-    def operands(shape: GemmShape, sets: int) -> list[backends.Operands]:
-        made = []
-        for _ in range(min(sets, 2)):
-            size = (shape.m, shape.k), (shape.n, shape.k), (shape.m, shape.n), (shape.m, 1), (1, 1)
-            made.append(backends.Operands(shape, *(torch.zeros(each) for each in size)))
-        return made
-
-    def fp8_gemm_nt(a: Any, b: Any, d: Any) -> None:
-        done.append(("call", b[0].data_ptr()))
-
-    def declare(*tensors: Any) -> None:
-        assert len(tensors) == 2
-        done.append(("declare", tensors[0].data_ptr()))
-
-    def retract(*tensors: Any) -> None:
-        done.append(("retract", tensors[0].data_ptr()))
-
-    def graph(calls: Any) -> dict[str, float]:
-        done.append(("graph", sorted(calls)))
-        for sets in calls.values():
-            for call in sets:
-                call()
-        return dict.fromkeys(calls, 10.0)
-
-    def flush(calls: Any) -> dict[str, float]:
-        return dict.fromkeys(calls, 10.0)
-
-    monkeypatch.setattr(backends, "make_operands", operands)
-    monkeypatch.setattr(deep_gemm, "fp8_gemm_nt", fp8_gemm_nt)
-    monkeypatch.setattr(deep_gemm, "declare_constant", declare, raising=False)
-    monkeypatch.setattr(deep_gemm, "retract_constant", retract, raising=False)
-    monkeypatch.setattr(timing, "graph", graph)
-    monkeypatch.setattr(timing, "flush", flush)
-    return done
-
-
-def test_the_promise_is_given_before_the_first_call_and_taken_back(promises: list[tuple[Any, ...]]) -> None:
-    row = run.measure(GemmShape(1, 128, 128), "graph", ("ours",))
-    assert row["us_unpromised"] == 10.0
-    assert ("graph", ["ours", "ours_unpromised"]) in promises
-    declared = [at for what, at in promises if what == "declare"]
-    called = [at for what, at in promises if what == "call"]
-    assert len(declared) == 2
-    assert len(set(called)) == 4, "the unpromised sets are others"
-    for at in declared:
-        assert promises.index(("declare", at)) < promises.index(("call", at))
-    assert promises[-2:] == [("retract", at) for at in declared]
-
-
-def test_the_promise_is_taken_back_after_a_failure(
-    promises: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def graph(calls: Any) -> dict[str, float]:
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(timing, "graph", graph)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        run.measure(GemmShape(1, 128, 128), "graph", ("ours",))
-    assert [what for what, _ in promises].count("retract") == 2
 
 
 def flush_rows(*pairs: tuple[int, float]) -> list[run.Row]:

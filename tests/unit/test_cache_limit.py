@@ -50,23 +50,13 @@ def test_the_least_recently_used_go_and_the_newest_stays(root: Path) -> None:
         build.build(request(source=f"int body{i};"))
         age(folder(root, f"int body{i};"), hours=[3, 9, 5, 7][i])
     assert build.stats["evictions"] == 0
+    assert not (root / "limit.tally").exists()
+    assert cache_info(build)["limits"]["bytes"] is None
     with settings.override(cache_limit=3 * one + one // 2):
         build.build(request(source="int body4;"))
     assert bodies(root) == {"int body0;", "int body2;", "int body4;"}
     assert build.stats["evictions"] == 2
     assert DiskCache(root).info()["bytes"] <= 3 * one + one // 2
-
-
-def test_the_entry_just_written_stays_even_alone_above_the_limit(root: Path) -> None:
-    build = builder(root)
-    with settings.override(cache_limit=10):
-        for i in range(3):
-            built = build.build(request(source=f"int body{i};"))
-            assert bodies(root) == {f"int body{i};"}
-            assert builder(root).build(request(source=f"int body{i};")).layer == "disk"
-            assert Path(built.source_path or "").exists()
-    assert build.stats["evictions"] == 2
-    assert [build.build(request(source=f"int body{i};")).layer for i in range(3)] == ["memory"] * 3
 
 
 def test_the_entry_just_written_stays_though_the_clock_went_back(root: Path) -> None:
@@ -131,15 +121,6 @@ def test_what_is_locked_or_being_written_stays(root: Path) -> None:
     with settings.override(cache_limit=10):
         build.build(request(source="int body2;"))
     assert bodies(root) == {"int young;", "int body2;"}
-
-
-def test_without_a_limit_nothing_is_evicted_or_counted(root: Path) -> None:
-    build = builder(root)
-    for i in range(3):
-        build.build(request(source=f"int body{i};"))
-    assert len(bodies(root)) == 3
-    assert not (root / "limit.tally").exists()
-    assert cache_info(build)["limits"]["bytes"] is None
 
 
 def test_a_build_that_publishes_nothing_evicts_nothing(root: Path) -> None:

@@ -14,7 +14,7 @@ from jit_fakes import DESCRIBED
 from deep_gemm import cli
 from deep_gemm.cli import app as app_module
 from deep_gemm.cli.app import COMMANDS, app
-from deep_gemm.errors import CompileError, DeepGemmError
+from deep_gemm.errors import DeepGemmError
 from deep_gemm.runtime import engine
 from deep_gemm.settings import settings
 
@@ -124,18 +124,6 @@ def test_cache_info_and_clear(cache_dir: Path) -> None:
     assert disk.get(address) is None
 
 
-def test_precompile_exits_with_one_when_a_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(params: Any) -> Any:
-        raise CompileError("that did not compile", log="error: line 7")
-
-    monkeypatch.setattr(engine, "build", build)
-    result = run("precompile", "--shape", "64x576x7168", "--jobs", "1")
-    assert result.exit_code == 1
-    assert "that did not compile" in result.output
-    assert "error: line 7" in result.output
-    assert "0 kernels compiled" in result.output
-
-
 @pytest.mark.parametrize("mode", ["flush", "graph", "steady"])
 def test_bench_without_a_gpu_says_so(mode: str) -> None:
     import torch
@@ -162,16 +150,6 @@ def test_bench_sums_up_recorded_rows(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "M <= 64" in result.output
     assert "64 x 576 x 7168" in result.output
-
-
-def test_the_help_of_bench_names_every_operation() -> None:
-    from deep_gemm.bench.shapes import TIMED_OPS
-
-    text = run("bench", "--help").output
-    for op in TIMED_OPS:
-        short = op[-3:] in ("_nt", "_nn", "_tn", "_tt") and not op.startswith("fp8")
-        assert (op[:-2] if short else f"{op} ") in text
-        assert op[-3:] in text or not short
 
 
 @pytest.mark.compile
@@ -206,13 +184,6 @@ def test_inspect_says_in_how_many_launches_fp8_is_written(m: int, launches: int,
     assert re.search(rf"^launches +{launches}, .*{times}", run(*arguments).output, re.MULTILINE)
     assert json.loads(run("inspect", "16x512x256", "--json").output)["casting"] is None
     assert "an epilogue must be" in run("inspect", "16x512x256", "--epilogue", "tanh").output
-
-
-def test_a_layer_without_kernels_is_told_from_one_with() -> None:
-    lines = run("precompile", "--shape", "8x512x7000", "--shape", "8x512x7168", "--dry-run").output.splitlines()
-    served = {line.split(" x ")[1].split()[0]: line for line in lines if line.startswith("-")}
-    assert " no: K must be" in served["7000"]
-    assert served["7168"].rstrip().endswith("yes, by fp8_gemm_nt")
 
 
 @pytest.mark.compile

@@ -187,11 +187,6 @@ def test_what_writes_nothing_does_not_end_well(tmp_path: Path) -> None:
     assert not pack.exists()
 
 
-@pytest.mark.parametrize("arguments", [("--backends", ","), ("bf16_gemm_nt", "--backends", ","), (",",)], ids=" ".join)
-def test_commas_alone_compare_nothing(arguments: Sequence[str]) -> None:
-    assert "has only commas" in refused("compare", *arguments)
-
-
 @pytest.mark.parametrize(("text", "count"), [("1M", 10**6), ("2KiB", 2048), ("0", 0), ("77", 77), ("1.5G", 1.5e9)])
 def test_sizes_are_those_of_the_setting(text: str, count: int) -> None:
     assert console.Size().convert(text, None, None) == count

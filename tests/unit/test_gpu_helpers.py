@@ -128,11 +128,6 @@ def test_a_whole_run_is_recorded(directory: Path, processes: int) -> None:
     assert all(isinstance(written[name], str) for name in place)
 
 
-@pytest.mark.parametrize("options", [{"keyword": "x"}, {"markexpr": "gpu"}, {"lf": True}, {"lf": True, "processes": 2}])
-def test_a_selection_is_not_recorded(directory: Path, options: dict[str, Any]) -> None:
-    assert play(directory, A + B, **options) is None
-
-
 def test_files_add_up_over_runs(directory: Path) -> None:
     first = play(directory, A)
     assert first is not None
@@ -145,17 +140,3 @@ def test_files_add_up_over_runs(directory: Path) -> None:
     assert again is not None
     assert again["files"]["test_a.py"] == [1, 0, 0]
     assert again["failed"] == 0
-
-
-@pytest.mark.parametrize("changed", ["source_digest", "tests_digest", "device", "torch"])
-def test_what_ran_elsewhere_does_not_add_up(directory: Path, changed: str) -> None:
-    play(directory, A)
-    path = directory / "last_run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), changed: "another"}))
-    written = play(directory, B)
-    assert written is not None
-    assert set(written["files"]) == {"test_b.py"}
-
-
-def test_a_run_without_a_gpu_is_not_recorded(directory: Path) -> None:
-    assert play(directory, [("test_a.py", "skipped"), ("test_b.py", "skipped")]) is None

@@ -1,22 +1,18 @@
 """Models and shapes of bfloat16 and float16: which operation their layers run, and what is compiled ahead for them."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
-from model_cases import LLAMA_8B, runs
+from model_cases import runs
 
 import deep_gemm
 from deep_gemm import ops, select
-from deep_gemm.aot import build, model, workload
+from deep_gemm.aot import build, workload
 from deep_gemm.aot.layers import ABSORBED, BATCHED, BATCHED_OPS, FP8, FP8_OPS, GROUPED_OPS, OPS, Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
-from deep_gemm.cli.app import app
 from deep_gemm.errors import InvalidInputError
 
 BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
@@ -52,20 +48,6 @@ def test_shapes_take_the_operation_that_is_named_beside_them() -> None:
         assert "K must be a multiple of 16" in build.plan(what).problems[0]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: workload.plan("512x256", op="gemm"),
-        lambda: workload.plan({"shapes": [{"n": 1, "k": 16, "op": "gemm"}]}),
-        lambda: model.plan(LLAMA_8B, op="gemm"),
-        lambda: deep_gemm.precompile("512x256", op="gemm"),
-    ],
-)
-def test_an_operation_that_does_not_exist_is_refused(call: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"op must be one of fp8_gemm_nt, .*bf16_gemm_nt.*'gemm'"):
-        call()
-
-
 def test_an_operation_is_text() -> None:
     with pytest.raises(InvalidInputError, match="op of shape 0 of the description must be text, but it is 7"):
         workload.plan({"shapes": [{"n": 1, "k": 16, "op": 7}]})
@@ -77,21 +59,6 @@ def test_what_is_asked_of_the_selector() -> None:
     assert asked == ops.spec(64, 512, 250, SM90.num_sms, op=BF16)
     assert GemmShape(64, 512, 256, op=BF16).bytes_moved() == 2 * (64 * 256 + 512 * 256 + 64 * 512)
     assert str(GemmShape(64, 512, 256, op=BF16)) == "64 x 512 x 256 of bf16_gemm_nt"
-
-
-def test_the_command_line_names_it(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | {"torch_dtype": "bfloat16"}))
-
-    def asked(*options: str) -> set[str]:
-        arguments = ["precompile", "--m", "1", "--dry-run", "--json", *options]
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, done.output
-        return {layer["op"] for layer in json.loads(done.stdout)["layers"]}
-
-    path = str(tmp_path / "config.json")
-    assert asked("--model", path) == {BF16}
-    assert asked("--model", path, "--op", FP8) == {FP8}
-    assert asked("--shape", "512x256", "--op", FP16) == {FP16}
 
 
 @pytest.fixture

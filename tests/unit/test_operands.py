@@ -143,65 +143,37 @@ def part_of_d() -> Change:
 
 ROWS = {"sfa": torch.ones(M, 1), "sfb": torch.ones(1, N)}
 ODD = {"a": zeros(M, 72), "b": zeros(G, 72, N).mT}
-FAR = zeros(G, M + 4, K)[:, :M]
 MATRIX = {"layout": torch.tensor([100, 120], dtype=torch.int32)}
 DEPTHS = {"layout": torch.tensor([100, 200], dtype=torch.int32)}
 Wrong = tuple[str, Change, type[Exception], str]
 BAD, CANNOT = InvalidInputError, UnsupportedError
 # fmt: off
 WRONG: list[Wrong] = [
-    ("fp8", {"pair": lambda p: (*p, 1)}, BAD, "a must be a pair .* 3 elements"),
     ("fp8", {"b": zeros(N, K, dtype=torch.float8_e5m2)}, CANNOT, r"b must be .*E4M3.*e5m2, which no kernel"),
-    ("fp8", scaled(M, N, 264), BAD, r"K must be a multiple of 16.*a is \(24, 264\).*K = 272"),
-    ("fp8", {"a": fp8(1, M).expand(K, M).t()}, BAD, "a must have .* rows of its own"),
-    ("fp8", {"a": fp8(M, K, offset=8)}, BAD, "a must start at a multiple of 16 bytes.* 8 past.*clone"),
-    ("fp8", {"b": fp8(N, K, strides=(K + 8, 1))}, BAD, "row stride of b must be a multiple of 16.*264"),
     ("fp8", ROWS, BAD, r"scales of a must have the shape \(24, 2\)"),
-    ("fp8", ANY | {"sfa": torch.ones(M, 1)}, BAD, "scales of a must have .*or for each|one scale"),
-    ("fp8", {"sfb": torch.ones(N - 1, 2)}, BAD, "one per 128 x 128 block"),
-    ("fp8", {"d": at((M, N), BF16, (N - 8, 1))}, BAD, "rows of d overlap"),
     ("fp8", part_of_d(), BAD, "d and c share"),
     ("fp8", {"sfb": torch.ones(2, 2).as_subclass(Elsewhere)}, BAD,
      "one device.*a on cpu.*the scales of b on cuda:1.*d on cpu"),
-    ("fp8", {"sfa": torch.ones(M, 2).to_sparse()}, BAD, "the scales of a has the layout .*dense"),
-    ("fp8", {"sfa": torch.quantize_per_tensor(torch.ones(M, 2), 1.0, 0, torch.qint8)}, BAD, "is a quantised tensor"),
-    ("fp8", {"sfa": torch.nested.nested_tensor([torch.ones(2)] * M)}, BAD, "the scales of a is a nested tensor"),
-    ("fp8", {"sfa": torch._neg_view(torch.ones(M, 2))}, BAD, "the scales of a is a view.*resolve_neg"),
     ("fp8", {"d": zeros(M, N).requires_grad_()}, BAD, "d requires grad.*no_grad.*detached"),
-    ("fp8", ANY | {"recipe_a": (1, 128)}, BAD, "recipe_a is given and recipe_b is not"),
-    ("fp8", ANY | {"recipe_b": (128, 128)}, BAD, "recipe_b is given and recipe_a is not"),
     ("fp8", {"recipe_a": (1, 128), "recipe_b": (128, 128)}, BAD, "one or the other"),
     ("fp8", {"recipe": (1.0, 128, 128)}, BAD, "recipe must be 3 positive integers"),
     ("fp8", ANY | {"recipe_a": (1, 32), "recipe_b": (1, 32)}, CANNOT, r"\(1, 32, 1, 32\) is not supp"),
-    ("fp8", {"recipe": (128, 128, 128)}, CANNOT, r"recipe \(128, 128, 128\) is not supported"),
     ("fp8", {"sfa": torch.ones(M, 1, dtype=torch.int32)}, CANNOT, "scales of a are torch.int32.*UE8M0"),
     ("fp8", {"sfb": torch.ones(2, 2).to(torch.float8_e8m0fnu)}, CANNOT, "scales of b are .*e8m0fnu"),
     ("bf16", {name: torch.zeros(shape, dtype=FP16) for name, shape in (("a", (M, K)), ("b", (N, K)))}, BAD,
      "a of bf16_gemm_nt must be torch.bfloat16, but it is torch.float16. fp16_gemm_nt takes torch.float16"),
-    ("fp16", {"a": zeros(M, K)}, BAD, "a of fp16_gemm_nt must be torch.float16.*bf16_gemm_nt takes"),
-    ("bf16", {"b": torch.zeros(N, K)}, BAD, r"b of bf16_gemm_nt must be .*float32. Pass b.to"),
-    ("index fp8", {"b": torch.cat([zeros(G, N, K, dtype=E4M3)] * 2)[::2]}, BAD, r"strides \(69632, 256, 1\). Pass"),
     ("index fp8", {"layout": torch.zeros(M, 2, dtype=torch.int32)[:, 0]}, BAD, "contiguous, but its stride is 2"),
     ("index fp8", {"sfa": torch.ones(M, 2).int()}, CANNOT, "^the scales of a are torch.int32"),
     ("index fp8", {"recipe_a": (1, 128), "recipe_b": (1, 128)}, CANNOT, r"not supported by .*: only \(1, 128, 128"),
-    ("index fp8", {"layout": torch.zeros(G, dtype=torch.int32)}, BAD, "for use_psum_layout=True"),
-    ("psum bf16", {"layout": torch.zeros(M, dtype=torch.int32)}, BAD, "for use_psum_layout=False"),
     ("psum bf16", ODD, CANNOT, "^K must be a multiple of 64 if N of b is contiguous, but it is 72"),
     ("psum bf16", {"a": zeros(M, 0), "b": zeros(G, N, 0)}, BAD, "^K must be positive"),
-    ("psum bf16", {"a": zeros(M, 12), "b": zeros(G, N, 12)}, BAD, "^the row stride of a must be a multiple .* 24"),
-    ("psum bf16", {"b": zeros(G * N * K + 1)[1:].view(G, N, K)}, BAD, "^b must start at a multiple .* address is 2"),
-    ("psum fp8", {"a": zeros(M, 136, dtype=E4M3), "b": zeros(G, N, 136, dtype=E4M3)}, BAD,
-     "^K must be a multiple of 16, .*it is 136. Pad .* K = 144"),
     *(("psum bf16", {"expected_m_for_psum_layout": wrong}, BAD, "^expected_m_for_psum_layout must be a positive")
       for wrong in (0, 2.5, True, torch.tensor(4))),
     ("index bf16", {"expected_m_for_psum_layout": 4}, BAD, "but use_psum_layout is not set"),
     ("masked bf16", {"expected_m": torch.tensor(4)}, BAD, "^expected_m must be a positive integer"),
-    ("masked bf16", {"a": FAR}, BAD, "^a must be K-major: .*each group right after"),
-    ("masked bf16", {"d": zeros(G, M + 4, N)[:, :M]}, BAD, "^d must be row-major.*each group right after"),
     *(("masked fp8", option, CANNOT, "^enable_overlap, max_block_n and signal")
       for option in ({"enable_overlap": True}, {"max_block_n": 256}, {"signal": torch.zeros(1)})),
     # What the reference reads in the layout, a kernel does not check.
-    ("index bf16", {"layout": torch.tensor([0, 2] + [0] * (M - 2), dtype=torch.int32)}, BAD, "the group 2 in row 1"),
     *((kind, {"layout": torch.tensor([0, rows], dtype=torch.int32)}, BAD, f"is {rows}, but it must be from 0 to 24")
       for kind, rows in (("psum bf16", 25), ("psum bf16", -1), ("masked bf16", 25))),
     ("k padded", MATRIX | {"a": zeros(M + 1, K, dtype=E4M3)}, BAD, "must have the shape"),
@@ -210,11 +182,7 @@ WRONG: list[Wrong] = [
     ("k padded", MATRIX | {"sfb": torch.ones(N, 1)}, BAD, r"the scales of b must have the shape \(136, 2\)"),
     ("k padded", DEPTHS, BAD, "end at 328 of K, but K of a is 256"),
     ("k bf16", {"layout": torch.tensor([K, 1], dtype=torch.int32)}, BAD, "0 or more, and add up to at most 256"),
-    ("k bf16", {"ks": [32] * 8}, BAD, "ks_cpu has 8 groups, but d has 2"),
     ("k bf16", {"ks": [-64, 320]}, BAD, "ks_cpu must be a list of K"),
-    ("k bf16", {"ks": [63, 192]}, BAD, "ks_cpu must add up to the K of a, 256, but adds up to 255"),
-    ("k fp8", {"ks": [24, 232], "layout": torch.tensor([24, 232], dtype=torch.int32)}, BAD,
-     "K of each group must be a multiple of 16, but ks_cpu has 24"),
     ("k fp8", {"use_psum_layout": True}, CANNOT, "use_psum_layout"),
     ("k fp8", {"recipe": (128, 128, 128)}, CANNOT, "recipe"),
 ]
@@ -250,23 +218,6 @@ def test_d_lies_in_memory_of_its_own(name: str) -> None:
             kind(given)
 
 
-class Wrapper(torch.Tensor):
-    """A tensor that only wraps another, as a DTensor does."""
-
-    @staticmethod
-    def __new__(cls, x: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype)  # type: ignore[attr-defined]
-
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{function} of a wrapper")
-
-
-def halved(x: torch.Tensor) -> torch.Tensor:
-    x.untyped_storage().resize_(x.untyped_storage().nbytes() // 2)
-    return x
-
-
 def short_view(x: torch.Tensor) -> torch.Tensor:
     """A view of the end of a storage that was truncated by its last byte."""
     whole = torch.zeros(2 * x.nbytes, dtype=torch.uint8)
@@ -279,12 +230,12 @@ LABELS = {"sfa": "the scales of a", "sfb": "the scales of b", "layout": "[a-z_]+
 OPERANDS = [(name, operand) for name in PRODUCTS for operand in KINDS[name].tensors()]
 
 
-@pytest.mark.parametrize("without", [halved, short_view, Wrapper])
 @pytest.mark.parametrize(("name", "operand"), OPERANDS)
-def test_a_tensor_without_memory_of_its_own_is_named(name: str, operand: str, without: Any) -> None:
-    """Otherwise a kernel would use address 0, or memory that the tensor no longer owns, and break the CUDA context."""
+def test_a_view_past_the_end_of_its_memory_is_named(name: str, operand: str) -> None:
+    """Otherwise a kernel would use memory that the tensor no longer owns. test_tensor_gate.py has other tensors
+    without memory."""
     given = KINDS[name].tensors()
-    given[operand] = without(given[operand])
+    given[operand] = short_view(given[operand])
     with pytest.raises(InvalidInputError, match=rf"^{LABELS.get(operand, operand)} has no memory: it needs \d+ bytes"):
         KINDS[name](given)
 
@@ -293,14 +244,12 @@ def test_a_tensor_without_memory_of_its_own_is_named(name: str, operand: str, wi
 def test_transforms_are_refused_and_fake_tensors_taken(operand: str) -> None:
     """vmap's tensors have a shape without the batch dimension, and no address. torch.compile traces with fake tensors:
     all operands, or only d and the weights of a module. A real d would be left unwritten."""
-    given, label = DENSE_FP8.tensors(), LABELS.get(operand, operand)
+    given = DENSE_FP8.tensors()
 
     def call(x: torch.Tensor) -> torch.Tensor:
         DENSE_FP8(given | {operand: x})
         return x.sum() if operand == "sfa" else x
 
-    with pytest.raises(InvalidInputError, match=rf"^{label} is a Tensor without memory.*vmap"):
-        torch.func.vmap(call)(given[operand].expand(2, *given[operand].shape))
     if operand == "sfa":
         with pytest.raises(InvalidInputError, match=r"^the scales of a is a Tensor without memory"):
             torch.func.grad(call)(given["sfa"])

@@ -18,7 +18,7 @@ from deep_gemm.aot.layers import FP4_GROUPED, Layer
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
-from deep_gemm.errors import CompileError, InvalidInputError, SettingError, UnsupportedError
+from deep_gemm.errors import CompileError, InvalidInputError, UnsupportedError
 from deep_gemm.kernels.row_kernels import ROWS
 from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.parts import Parts, parse
@@ -282,17 +282,6 @@ def test_failures_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCa
     assert not build.precompile([]).failures
 
 
-def test_a_wrong_setting_stops_everything(monkeypatch: pytest.MonkeyPatch, cache_dir: Path) -> None:
-    monkeypatch.setenv("DG_JIT_USE_NVRTC", "maybe")
-    with pytest.raises(SettingError, match="DG_JIT_USE_NVRTC"):
-        build.precompile(SHAPES, jobs=2)
-
-
-def test_nothing_to_do() -> None:
-    summary = build.precompile([])
-    assert summary.outcomes == ()
-
-
 def test_a_workload_in_any_form() -> None:
     ms = [1, 64]
     both = [GemmShape(1, 512, 256), GemmShape(64, 512, 256)]
@@ -313,12 +302,6 @@ def test_a_workload_in_any_form() -> None:
     assert workload.shapes_of(DEEPSEEK_V3, ms, tp=8, ep=32) == workload.shapes(
         workload.plan(DEEPSEEK_V3, 8, 32).served, ms
     )
-
-
-def test_a_workload_may_be_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "shapes.json"
-    path.write_text('[{"n": 512, "k": 256, "m": 5}]')
-    assert workload.shapes_of(path) == workload.shapes_of(str(path)) == [GemmShape(5, 512, 256)]
 
 
 @pytest.mark.parametrize("what", [(64, 7168, 2048), [(64, 7168, 2048)], (512, 256, 1), (1, 2, 3, 4)])

@@ -97,14 +97,7 @@ def test_a_copied_gradient_is_copied_by_each_call(gpu: FakeGpu) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
-    "no tensor": (lambda: quantize.rows([1.0]), "x must be a torch.Tensor, but it is of type list"),
-    "rank 3": (lambda: quantize.rows(x()[None]), "x must have 2 dimensions, but it has 3: "),
-    "integers": (lambda: quantize.rows(torch.ones(4, 4, dtype=torch.int32)), "x must be one of torch.bfloat16"),
-    "column-major": (lambda: quantize.rows(x().t()),
-        r"x must be row-major .*strides \(1, 272\). Pass x.contiguous\(\), or .* x.t\(\) to columns"),
     "odd and gated": (lambda: quantize.rows(x(4, 255), gated=True), "even number of columns"),
-    "gated is a number": (lambda: quantize.rows(x(), gated=1), "gated and row_major must be True or False"),
-    "use_ue8m0 is a number": (lambda: quantize.rows(x(), use_ue8m0=1), "use_ue8m0 must be True or False"),
     "epsilon below zero": (lambda: quantize.rows(x(), epsilon=-1.0), "epsilon must be a number from 0"),
     "epsilon too large": (lambda: quantize.rows(x(), epsilon=3.5e38), "that float32 can hold"),
     "epsilon is NaN": (lambda: quantize.rows(x(), epsilon=float("nan")), "epsilon must be a number"),
@@ -121,12 +114,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "scales of another dtype": (
         lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(M, 3).double())),
         r"the scales of out must be torch.float32 \(130, 3\)"),
-    "scales on each other": (
-        lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(600).as_strided((M, 3), (1, 1)))),
-        "rows of the scales of out overlap"),
-    "scales with gaps both ways": (
-        lambda: quantize.rows(x(), out=(torch.empty(M, K).to(E4M3), torch.empty(2 * M, 6)[::2, ::2])),
-        "contiguous along one dimension"),
     "an index of int64": (lambda: quantize.rows(x(), rows=index().long()), "rows must be torch.int32"),
     "an index that is a list": (lambda: quantize.rows(x(), rows=[0]), "rows must be a torch.Tensor"),
     "an index of two dimensions": (lambda: quantize.rows(x(), rows=index()[None]), "rows must have 1 dimension, but"),
@@ -139,11 +126,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "freed": (lambda: quantize.rows(freed()), "x has no memory"),
     "factors of double": (lambda: quantize.rows(x(), factors=factors().double()), "factors must be torch.float32"),
     "factors that are a list": (lambda: quantize.rows(x(), factors=[1.0]), "factors must be a torch.Tensor"),
-    "factors in a column": (lambda: quantize.rows(x(), factors=factors()[:, None]),
-        "factors must have 1 dimension, but"),
     "factors with gaps": (lambda: quantize.rows(x(), factors=factors(2 * M)[::2]), "factors must be contiguous, .* 2"),
     "factors that were freed": (lambda: quantize.rows(x(), factors=freed(factors())), "factors has no memory"),
-    "factors without data": (lambda: quantize.rows(x(), factors=factors().to("meta")), "factors is a meta tensor"),
     "too few factors": (lambda: quantize.rows(x(), factors=factors(5)), "one for each of the 130 rows .* it has 5"),
     "a factor for each row of x": (lambda: quantize.rows(x(), rows=index(), factors=factors()),
         "one for each of the 5 rows of the result, but it has 130"),

@@ -140,12 +140,13 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 def test_what_a_process_has_switched_on_changes_nothing(mode: str) -> None:
     """Process-wide modes do not change the reference, the exact product that tests compare with, or casts. Values
     exceed float16's range and bfloat16's precision."""
-    (a, sfa), (b, sfb), x, _ = random_operands(40, 136, 272, "cpu")
+    (a, sfa), (b, sfb), x, y = random_operands(40, 136, 272, "cpu")
     sfa = (sfa * 2.0**20).requires_grad_()
 
     def results() -> list[torch.Tensor]:
-        d = torch.full((40, 136), float("nan"), dtype=torch.bfloat16, device="cpu")
+        d, wide = (torch.full((40, 136), float("nan"), dtype=each, device="cpu") for each in (x.dtype, torch.float32))
         deep_gemm.fp8_gemm_nt((a, sfa), (b, sfb), d)
+        deep_gemm.bf16_gemm_nt(x, y, wide)
         casts = [
             deep_gemm.per_token_cast_to_fp8(x, True),
             deep_gemm.per_block_cast_to_fp8(x, False),
@@ -153,7 +154,7 @@ def test_what_a_process_has_switched_on_changes_nothing(mode: str) -> None:
             deep_gemm.per_custom_dims_cast_to_fp8(x, (0,), True),
         ]
         layouts = [deep_gemm.get_mn_major_tma_aligned_tensor(sfa), deep_gemm.dequantise(a, sfa)]
-        return [d, reference.exact_product(a, sfa, b, sfb), *itertools.chain(*casts), *layouts]
+        return [d, wide, reference.exact_product(a, sfa, b, sfb), *itertools.chain(*casts), *layouts]
 
     plain = results()
     assert_close_to_exact(plain[0], a, sfa, b, sfb)

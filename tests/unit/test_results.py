@@ -147,18 +147,6 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole, parts)
 
 
-def test_what_a_process_has_switched_on_changes_nothing() -> None:
-    a, b, product = operands("fp16")
-    d, precision = torch.empty(M, N), torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        with torch.autocast("cpu", dtype=BF16):
-            deep_gemm.fp16_gemm_nt(a, b, d)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-    assert torch.equal(d, product.float())
-
-
 def test_weights_of_a_module_are_multiplied_inside_of_an_autograd_function() -> None:
     """torch calls forward without grad mode, and the code around it with grad mode."""
     (x, sfa), (b, sfb), product = operands("fp8")

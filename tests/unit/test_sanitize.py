@@ -2,17 +2,9 @@
 
 from pathlib import Path
 
-import batched_cases
-import batched_mutations
-import gated_mutations
-import gated_runs
-import grouped_mutations
-import grouped_runs
-import head_cases
 import pytest
 import sanitize
 import sanitizer
-from chosen import FAMILIES
 from cover import cover, everything, features
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,15 +12,8 @@ from racecheck_headers import RACES, Race, racecheck_headers
 from sanitize import chosen, sizes
 
 from deep_gemm import kernels
-from deep_gemm.arch import SM90
-from deep_gemm.jit.generator import include_dir
-from deep_gemm.params import GemmConfig, KernelParams
+from deep_gemm.params import KernelParams
 from deep_gemm.spec import SCALE_BLOCK, ceil_div
-
-
-def test_headers_for_racecheck(tmp_path: Path) -> None:
-    edited = {"logits.cuh", "pipeline.cuh", "split_k_exchange.cuh"}
-    assert changed(racecheck_headers(tmp_path / "include"), include_dir()) == edited
 
 
 @pytest.mark.parametrize("race", RACES.values(), ids=list(RACES))
@@ -36,18 +21,6 @@ def test_a_race_is_in_one_header_and_a_kernel_shows_it(tmp_path: Path, race: Rac
     sound = racecheck_headers(tmp_path / "sound")
     assert changed(race.put_into(racecheck_headers(tmp_path / "racy")), sound) == {race.file}
     assert len(sanitize.named(sanitize.everyone(1), race.kernel)) == 1
-
-
-def test_each_kernel_of_a_batch_or_with_a_gate_has_its_oracle() -> None:
-    for params in batched_mutations.KERNELS.values():
-        assert sanitize.oracle(params) is (head_cases if params.grouping == "heads" else batched_cases).is_right
-    for params in grouped_mutations.KERNELS.values():
-        assert sanitize.oracle(params) is grouped_runs.is_right
-    for params in gated_mutations.KERNELS.values():
-        assert sanitize.oracle(params) is gated_runs.is_right
-    assert {"sm90_fp8_batched", "sm90_fp8_batched_swapped", "sm90_fp8_heads", "sm90_half_batched"} <= {
-        params.kernel for params in batched_mutations.KERNELS.values()
-    }
 
 
 def changed(folder: Path, base: Path) -> set[str]:
@@ -85,18 +58,6 @@ def test_anything_else_fails(monkeypatch: pytest.MonkeyPatch, wrong: str, other:
     assert not found or (wrong.strip("-") in found[0] and str(other) in found[0])
 
 
-def test_what_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A fake tool that logs its arguments."""
-    tool, log = tmp_path / "tool", tmp_path / "log"
-    tool.write_text(f'#!/bin/sh\necho "$PYTORCH_NO_CUDA_MEMORY_CACHING $@" > {log}\nexit 7\n')
-    tool.chmod(0o755)
-    assert sanitizer.ends(tool, "racecheck", "--race", "exchange") == 7
-    words = log.read_text().split()
-    assert words[:3] == ["1", "--tool", "racecheck"]
-    assert words[5:7] == ["--error-exitcode", str(sanitizer.REPORTED)]
-    assert words[-3:] == [str(Path(sanitizer.__file__).with_name("sanitize.py")), "--race", "exchange"]
-
-
 EVERYTHING = everything()
 
 
@@ -111,23 +72,6 @@ def test_every_feature_of_every_family_is_seen(taken: list[KernelParams]) -> Non
         assert features(params) <= shown
 
 
-def test_few_kernels_do(taken: list[KernelParams]) -> None:
-    assert len(taken) == len(set(taken)) <= 40
-
-
-def test_tiles_and_ways_to_share_them_are_seen(taken: list[KernelParams]) -> None:
-    """Checked without `features`: CTAs along m, n and k, and consumers along K."""
-
-    def split(config: GemmConfig) -> tuple[int, ...]:
-        return config.cluster_m, config.cluster_n, config.cluster_k, config.consumers_k
-
-    for kernel in FAMILIES:
-        every, own = kernel.configs(SM90), [params.gemm for params in taken if params.kernel == kernel.name]
-        assert {config.tile for config in own} == {config.tile for config in every}
-        assert {split(config) for config in own} == {split(config) for config in every}
-    assert {"tma", "direct"} == {params.store for params in taken}
-
-
 def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[KernelParams]) -> None:
     """So that the next tile's writes meet what the one before left in shared memory."""
     for params in taken:
@@ -138,11 +82,6 @@ def test_sizes_suit_the_kernels_and_ctas_that_stay_do_several_tiles(taken: list[
         tiles = ceil_div(m, config.block_m * config.cluster_m) * ceil_div(n, config.block_n * config.cluster_n)
         if config.persistent:
             assert template.num_ctas(config, m, n, num_sms) < tiles * config.cluster_size, params
-
-
-def test_every_takes_all() -> None:
-    assert chosen(1) == EVERYTHING
-    assert chosen(7) == EVERYTHING[::7]
 
 
 SETS = st.lists(st.frozensets(st.integers(0, 12), max_size=4), max_size=12)
