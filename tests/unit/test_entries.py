@@ -19,7 +19,7 @@ from deep_gemm.ops.k_grouped import KGrouped
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls
-from deep_gemm.runtime.operation import REQUIRED, KernelOperation
+from deep_gemm.runtime.operation import KernelOperation
 
 # fp8_gemm_nt_1d1d, fp8_gemm_nt_rowwise and those with "_psum" are ways to call another function, and so are sums and
 # batches whose weights have N contiguous.
@@ -56,36 +56,6 @@ def test_public_functions_have_the_parameters_that_are_declared(name: str) -> No
         and not (parameter.name == "expected_m_for_psum_layout" and "_nn_" in name)  # DeepGEMM's has none
     ]
     assert list(inspect.signature(getattr(deep_gemm, name)).parameters.values()) == declared
-
-
-TYPES = {
-    "Tensor": "Tensor {0}",
-    "Tensor | None": "Tensor? {0}",
-    "tuple[Tensor, Tensor]": "Tensor {0}, Tensor {0}_scales",
-    "tuple[int, int] | None": "int[2]? {0}",
-    "tuple[int, int, int] | None": "int[3]? {0}",
-    "tuple[int, int, int]": "int[3] {0}",
-    "str | None": "str? {0}",
-    "bool": "bool {0}",
-    "int": "int {0}",
-    "Any": "str? {0}",  # the name of an epilogue
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_schema_for_torch_follows_from_the_parameters(name: str) -> None:
-    """A pair is two tensors."""
-    declared = [parameter for parameter in FUNCTIONS[name].parameters if parameter.use == "launch"]
-    defaults = [list(each.default) if isinstance(each.default, tuple) else each.default for each in declared]
-    texts = [
-        TYPES[each.type].format(each.name) + ("" if default is REQUIRED else f"={default}")
-        for each, default in zip(declared, defaults, strict=True)
-    ]
-    schema = torch._C.parse_schema(f"deep_gemm::{name}({', '.join(texts)}) -> ()")
-    tensors = [argument.name for argument in schema.arguments if "Tensor" in str(argument.type)]
-    assert {each.partition("_scales")[0] for each in tensors} == {
-        each.name for each in declared if "Tensor" in each.type
-    }
 
 
 MOST = {

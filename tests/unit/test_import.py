@@ -16,38 +16,12 @@ from deep_gemm.settings import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# The names that callers written for this interface import on Hopper, as far as this version has them.
-NAMES = [
-    *("fp8_gemm_nt", "fp8_gemm_nn", "fp8_gemm_tn", "fp8_gemm_tt"),
-    *("fp8_fp4_gemm_nt", "fp8_fp4_gemm_nn", "fp8_fp4_gemm_tn", "fp8_fp4_gemm_tt"),
-    *(f"{kind}_gemm_{form}" for kind in ("bf16", "fp16", "cublaslt") for form in ("nt", "nn", "tn", "tt")),
-    *(f"m_grouped_{kind}_gemm_{form}_contiguous" for kind in ("fp8", "fp8_fp4", "bf16") for form in ("nt", "nn")),
-    *(f"m_grouped_{kind}_gemm_nt_masked" for kind in ("fp8", "fp8_fp4", "bf16")),
-    *("fp8_m_grouped_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked"),
-    *("transform_sf_into_required_layout", "get_mn_major_tma_aligned_tensor", "get_tma_aligned_size"),
-    *("ceil_div", "align", "per_token_cast_to_fp8", "per_channel_cast_to_fp8", "per_block_cast_to_fp8"),
-    *("per_custom_dims_cast_to_fp8", "get_m_alignment_for_contiguous_layout", "get_k_alignment_for_contiguous_layout"),
-    *("get_mk_alignment_for_contiguous_layout", "set_mk_alignment_for_contiguous_layout"),
-    "get_theoretical_mk_alignment_for_contiguous_layout",
-    *("get_num_sms", "set_num_sms", "get_tc_util", "set_tc_util", "get_pdl", "set_pdl"),
-    *("set_ignore_compile_dims", "set_block_size_multiple_of", "declare_constant", "retract_constant"),
-    *("per_token_cast_to_fp4", "cast_back_from_fp4", "transpose_packed_fp4"),
-    *("use_deterministic_algorithms", "get_deterministic_algorithms", "set_batch_invariant", "get_batch_invariant"),
-    *("fused", "quantize"),
-    *("InvalidInputError", "UnsupportedError", "settings", "debug_info", "testing", "utils", "__version__"),
-]
-
 
 def child(code: str, *options: str, **environment: str) -> str:
     env = child_environment("HOME", "CUDA_HOME", "CUDA_PATH") | environment
     done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_public_names(name: str) -> None:
-    assert hasattr(deep_gemm, name)
 
 
 def test_each_public_name_leads_to_what_its_import_names() -> None:
