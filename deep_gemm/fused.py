@@ -136,6 +136,8 @@ def silu_and_mul(
     interleaved: bool = False,
     limit: float | None = None,
     factors: Tensor | None = None,
+    bias: Tensor | None = None,
+    groups: Tensor | None = None,
     use_ue8m0: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = silu(gate) * up, the activation between the two products of a gated MLP.
@@ -145,6 +147,9 @@ def silu_and_mul(
         limit: gate is capped at it, and up is held between -limit and limit, before. From 0 on; None for no limit.
         factors: float32 (M), contiguous, such as a router's weights: row i of the result is multiplied by
             ``factors[i]`` before it is rounded. `quantize.rows` multiplies the stored scales instead.
+        bias, groups: (G, 2 N) of x's dtype and int32 (M), contiguous, both or none: ``bias[groups[i]]`` is added to row
+            i of x before everything else, and nothing if ``groups[i]`` is -1, as the labels of a grouped product are.
+            Columns are in the order of x's. On a GPU only DG_CHECK=1 refuses other groups; kernels read past the bias.
 
     >>> values, scales = deep_gemm.fused.silu_and_mul(torch.ones(4, 64).bfloat16(), torch.float8_e4m3fn)
     >>> values.shape
@@ -152,7 +157,7 @@ def silu_and_mul(
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
     compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
-    compute["silu_and_mul"](x, factors, out, interleaved, math.inf if limit is None else limit, use_ue8m0)
+    compute["silu_and_mul"](x, factors, bias, groups, out, interleaved, math.inf if limit is None else limit, use_ue8m0)
     return out
 
 
@@ -162,20 +167,22 @@ def swigluoai_and_mul(
     *,
     limit: float | None = 7.0,
     factors: Tensor | None = None,
+    bias: Tensor | None = None,
+    groups: Tensor | None = None,
     use_ue8m0: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out = gate * sigmoid(1.702 * gate) * (up + 1), the activation of gpt-oss's experts.
 
     Args:
         x: (M, 2 N): gate, up, gate, up.
-        limit, factors: as in `silu_and_mul`.
+        limit, factors, bias, groups: as in `silu_and_mul`.
 
     >>> deep_gemm.fused.swigluoai_and_mul(torch.ones(4, 64).bfloat16()).shape
     torch.Size([4, 32])
     """
     out = out if isinstance(out, (Tensor, tuple, list)) else _fresh(x, out, halved=True)
     compute = row_functions.TENSOR if isinstance(out, Tensor) else row_functions.PAIR
-    compute["swigluoai_and_mul"](x, factors, out, math.inf if limit is None else limit, use_ue8m0)
+    compute["swigluoai_and_mul"](x, factors, bias, groups, out, math.inf if limit is None else limit, use_ue8m0)
     return out
 
 

@@ -186,6 +186,11 @@ def silu_and_mul(gate_up: Any, values: Any, scales: Any, pair: Any = tuple, **x:
     fused.silu_and_mul(gate_up, pair((values, scales)), **x)
 
 
+def biased_tensors() -> Tensors:
+    found = rows_tensors(True, "gate_up")
+    return found | {"bias": torch.zeros(G, 2 * K, dtype=BF16), "groups": torch.zeros(M, dtype=torch.int32)}
+
+
 def expert_tensors(fp8: bool) -> Tensors:
     found = {"x": torch.zeros(M, K, dtype=BF16), "topk_idx": torch.zeros(M, 1, dtype=torch.int64)}
     found |= {"sfx": torch.ones(M, 2), "x": torch.zeros(M, K).to(E4M3)} if fp8 else {}
@@ -240,6 +245,7 @@ KINDS = {
         (*WRITTEN, "residual")),
     "add and gelu": Kind(lambda: rows_tensors(False, "x", "y"), fused.add_gelu, ("out",), {"approximate": "tanh"}),
     "silu and mul": Kind(lambda: rows_tensors(True, "gate_up", "factors"), silu_and_mul, WRITTEN, {"limit": 2.0}),
+    "silu and mul and biases": Kind(biased_tensors, silu_and_mul, WRITTEN),
     "experts": Kind(lambda: expert_tensors(False), experts, ("y",), {"clamp": 2.0}),
     "experts of fp8": Kind(lambda: expert_tensors(True), experts, ("y",)),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),

@@ -180,19 +180,21 @@ PRODUCT |= {"b": ((N, K), E4M3), "sfb": ((1, 2), F32)}
 HALF_PRODUCT = {"d": ((M, N), BF16), "a": ((M, K), BF16), "b": ((N, K), BF16)}
 FACTORS = {name: PRODUCT[name] for name in ("a", "sfa", "b", "sfb")}
 
+GATED = {"x": (M, 2 * K), "factors": (M,), "bias": (G, 2 * K), "groups": (M,)}
 ROWS: dict[str, dict[str, tuple[int, ...]]] = {
     "rms_norm": {"x": (M, K), "weight": (K,), "residual": (M, K)},
     "layer_norm": {"x": (M, K), "weight": (K,), "bias": (K,), "residual": (M, K)},
     "add_gelu": {"x": (M, K), "y": (M, K)},
     "mul_add": {"x": (M, K), "y": (M, K), "z": (K,)},
-    "silu_and_mul": {"x": (M, 2 * K), "factors": (M,)},
-    "swigluoai_and_mul": {"x": (M, 2 * K), "factors": (M,)},
+    "silu_and_mul": GATED,
+    "swigluoai_and_mul": GATED,
 }
 """Functions of rows, and the shapes of their inputs."""
 
 
 def of_rows(name: str, pair: bool, **shapes: tuple[int, ...]) -> PublicCall:
-    read = {each: (shape, F32 if each == "factors" else BF16) for each, shape in shapes.items()}
+    dtypes = {"factors": F32, "groups": I32}
+    read = {each: (shape, dtypes.get(each, BF16)) for each, shape in shapes.items()}
     written = {"values": ((M, K), E4M3), "scales": ((M, 2), F32)} if pair else {"out": ((M, K), BF16)}
 
     def call(x: Tensors) -> object:

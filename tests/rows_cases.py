@@ -13,12 +13,14 @@ from deep_gemm.ops.cast_reference import cast_blocks, dequantise
 
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 88.0, -88.0, -8.0, 1e-40, 3e4, -3e4, -1e-5]
 EPS = 1e-6
+GROUPS = 5
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A call of ``function`` with inputs of the given kinds: "matrix", "vector", "wide" (two halves) or "factors"."""
+    """A call of ``function`` with inputs of the given kinds: "matrix", "vector", "wide" (two halves), "factors",
+    "groups" (of rows), or "biases" of these, as wide as a wide one."""
 
     function: str
     inputs: dict[str, str]
@@ -31,7 +33,10 @@ class Case:
         found = {}
         for name, kind in self.inputs.items():
             shape = {"vector": (columns,), "wide": (rows, 2 * columns), "factors": (rows,)}.get(kind, (rows, columns))
-            x = torch.randn(shape, generator=generator)
+            if kind == "groups":  # more of them than some calls have rows; -1 is none
+                found[name] = torch.randint(-1, GROUPS, (rows,), generator=generator, dtype=torch.int32).to(device)
+                continue
+            x = torch.randn((GROUPS, 2 * columns) if kind == "biases" else shape, generator=generator)
             if kind in ("matrix", "wide"):
                 x *= 10.0 ** torch.randint(-3, 3, (rows, 1), generator=generator)
                 for at, value in enumerate(SPECIAL if special else ()):
@@ -55,8 +60,16 @@ def gelu_by_tanh(x: Tensor) -> Tensor:
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
+def biased(x: Inputs) -> Tensor:
+    """x with the bias of each row's group, in float64."""
+    if "groups" not in x:
+        return x["x"].double()
+    biases = torch.cat([x["bias"], x["bias"].new_zeros(1, x["bias"].shape[1])]).double()
+    return x["x"].double() + biases[x["groups"].long()]
+
+
 def silu_and_mul(x: Inputs, interleaved: bool = False, limit: float | None = None) -> Tensor:
-    both = x["x"].double()
+    both = biased(x)
     gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, 1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -65,7 +78,8 @@ def silu_and_mul(x: Inputs, interleaved: bool = False, limit: float | None = Non
 
 
 def swigluoai_and_mul(x: Inputs, limit: float = 7.0) -> Tensor:
-    gate, up = x["x"].double()[:, ::2].clamp(max=limit), x["x"].double()[:, 1::2].clamp(-limit, limit)
+    both = biased(x)
+    gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
     found = gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return found * x["factors"].double()[:, None] if "factors" in x else found
 
@@ -92,6 +106,8 @@ def layer_norm(x: Inputs) -> Tensor:
 
 def uncertainty(case: Case, x: Inputs) -> Tensor:
     """What the differences from a mean cancel, times float32's precision; and where biases cancel."""
+    if case.function == "swigluoai_and_mul" and "groups" in x:  # up + 1 where up is near -1; gate is at most 7
+        return 7 * 4e-7 * x["factors"].double().abs()[:, None]
     if case.function != "layer_norm":
         return torch.zeros((), dtype=torch.float64)
     values, mean = normed(x)
@@ -102,6 +118,7 @@ def uncertainty(case: Case, x: Inputs) -> Tensor:
 
 _TWO, _NORM = {"x": "matrix", "y": "matrix"}, {"x": "matrix", "weight": "vector"}
 _SUM, _BIAS, _EPS = {"residual": "matrix"}, {"bias": "vector"}, {"eps": EPS}
+_OF_GROUPS = {"x": "wide", "bias": "biases", "groups": "groups"}
 
 
 def _mul_add(x: Inputs) -> Tensor:
@@ -122,6 +139,9 @@ CASES = {
     "swigluoai and mul": Case("swigluoai_and_mul", {"x": "wide"}, swigluoai_and_mul),
     "swigluoai and mul, all options": Case("swigluoai_and_mul", {"x": "wide", "factors": "factors"},
         lambda x: swigluoai_and_mul(x, 0.5), {"limit": 0.5}),
+    "silu and mul with biases of groups": Case("silu_and_mul", _OF_GROUPS, silu_and_mul),
+    "swigluoai and mul with biases of groups": Case("swigluoai_and_mul", _OF_GROUPS | {"factors": "factors"},
+        swigluoai_and_mul),
     "rms norm": Case("rms_norm", _NORM, rms_norm, _EPS),
     "rms norm of a sum": Case("rms_norm", _NORM | _SUM, rms_norm, _EPS),
     "layer norm": Case("layer_norm", _NORM | _BIAS, layer_norm, _EPS),

@@ -90,6 +90,8 @@ _RUNS = (
     RowsRun("rms norm of a sum", 37, 7160), RowsRun("rms norm", 5, 40000), RowsRun("layer norm", 37, 3000, "e4m3"),
     RowsRun("layer norm of a sum", 37, 6999, "e4m3", False), RowsRun("layer norm of a sum", 5, 40000),
     RowsRun("swigluoai and mul", 37, 200), RowsRun("swigluoai and mul, all options", 37, 2880, "e4m3"),
+    RowsRun("silu and mul with biases of groups", 37, 200, "e4m3"),
+    RowsRun("swigluoai and mul with biases of groups", 300, 2880),
 )  # fmt: skip
 RUNS: dict[KernelParams, RowsRun] = {run.params: run for run in _RUNS}
 """Each function; each tile of norms; rows that are read once and again; each way to write."""

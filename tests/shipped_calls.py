@@ -21,7 +21,7 @@ from deep_gemm.aot import cards, shipped
 from deep_gemm.arch import SM90
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels.logits import DIMS, HEADS
-from deep_gemm.kernels.row_kernels import FUNCTIONS
+from deep_gemm.kernels.row_kernels import FUNCTIONS, GROUPS
 from deep_gemm.ops.table import BF16, FP8, FP16, K_BF16, K_FP8, K_PADDED, ROWWISE, SUM_BF16, WGRAD
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
@@ -171,7 +171,7 @@ def other(rng: random.Random, card: cards.Card) -> Call:
     name, output = rng.choice(list(FUNCTIONS)), rng.choice((of_rows, "e4m3"))
     of_logits = rng.choice(("f32", "bf16"))
     function = FUNCTIONS[name]
-    given = tuple(each for each in function.optional if rng.random() < 0.5)
+    given = rng.choice(function.variants)
     specs: list[Callable[[], Spec]] = [
         lambda: QuantizeSpec(m, k, dtype, plain, transposed, **cast),  # type: ignore[arg-type]
         lambda: LogitsSpec(m, n, heads, dim, n, output=of_logits, num_sms=card.sms),  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ def other(rng: random.Random, card: cards.Card) -> Call:
     left = ""
     if isinstance(asked, RowsSpec) and of_rows == "f16":
         left = LEFT_OTHERS[0]
-    if isinstance(asked, RowsSpec) and not function.of_all_models:
+    if isinstance(asked, RowsSpec) and (GROUPS in given or not function.of_all_models):
         left = LEFT_OTHERS[2]
     if isinstance(asked, (LogitsSpec, PagedLogitsSpec)) and of_logits == "bf16" and dim < max(DIMS):
         left = LEFT_OTHERS[1]

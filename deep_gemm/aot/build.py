@@ -17,7 +17,21 @@ from deep_gemm.aot import attention_layers, cards, workload
 from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
-from deep_gemm.aot.layers import BATCHED, DENSE_OPS, FP4_BLOCK, FP4_OPS, FP8, FP8_OPS, GROUPED, OPS, Layer, LayerPlan
+from deep_gemm.aot.layers import (
+    BATCHED,
+    BF16_FP4,
+    DENSE_OPS,
+    FP4_BLOCK,
+    FP4_GROUPED,
+    FP4_OPS,
+    FP8,
+    FP8_FP4,
+    FP8_OPS,
+    GROUPED,
+    OPS,
+    Layer,
+    LayerPlan,
+)
 from deep_gemm.aot.outcomes import KernelsToBuild, Outcome, OutcomeLog, Progress, Summary
 from deep_gemm.aot.workload import K_MULTIPLE, MAX_M, GemmShape
 from deep_gemm.errors import DeepGemmError, InvalidInputError, SettingError, UnsupportedError
@@ -33,7 +47,7 @@ from deep_gemm.ops.epilogue import Epilogues, epilogues_of
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 from deep_gemm.select import casts, tuner
-from deep_gemm.spec import GemmSpec, Spec, align
+from deep_gemm.spec import Dtype, GemmSpec, Spec, align
 
 
 def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, whole_gpu: bool = True) -> GemmSpec:
@@ -148,6 +162,10 @@ def choose(
     for dtype in ("bf16", "f16") if fused else ():
         widths = {x.k for x in layers if x.op in DENSE_OPS and (x.op == OPS["float16"]) == (dtype == "f16")}
         wanted |= {params: [] for params in ROWS.cases_of(sorted(widths), spec, dtype)}
+    between: dict[str, Dtype] = {FP8_FP4: "e4m3", BF16_FP4: "bf16"}
+    for op, output in between.items() if fused else ():
+        widths = {x.k for x in layers if x.op in FP4_GROUPED[op]}
+        wanted |= {params: [] for params in ROWS.cases_of_experts(sorted(widths), spec, output)}
     return KernelsToBuild({params: tuple(asking) for params, asking in wanted.items()}, tuple(impossible))
 
 
@@ -204,7 +222,8 @@ def precompile(
             as "bias:bf16+silu", "alpha+rows+residual" or "swiglu+fp8" (see `deep_gemm.Epilogue.text`). Dense layers
             take all, experts those without residual and expression.
         fused: also all of `deep_gemm.fused`, in the dtype of the layers and with FP8 results, for rows as wide as the
-            K of each dense layer: norms before a layer are that wide, and activations too.
+            K of each dense layer: norms before a layer are that wide, and activations too. Of experts with MXFP4
+            weights the activations between their products, with a bias of each expert and without.
 
     Raises InvalidInputError for a `shard` that is not 0 <= i < n, for an unknown `arch`, and for an invalid workload;
     UnsupportedError for a workload with a part that is not understood; SettingError for a DG_* variable that is wrong.

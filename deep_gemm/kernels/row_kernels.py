@@ -21,6 +21,9 @@ _TYPES = {"bf16": "kSourceBf16", "f16": "kSourceF16", "f32": "kSourceF32", "e4m3
 _REGISTERS = 1 << 16
 """Of an SM."""
 
+GROUPS = "groups"
+"""The operand that has the group of each row."""
+
 FEW = 1 << 20
 """Elements up to which elementwise functions have smaller tiles: larger ones would leave SMs idle."""
 
@@ -33,13 +36,23 @@ class DeviceFunction:
     inputs: tuple[str, ...]
     code: Callable[[str, tuple[str, ...]], str]
     optional: tuple[str, ...] = ()
+    has_halves: bool = False
+    """Whether each matrix has gate and up, and takes the place of two inputs."""
     forms: tuple[str, ...] = ("",)
     numbered: bool = True
     """Whether it depends on `RowsSpec.number`."""
     reduces: bool = False
     """Whether an element of the result depends on the whole row."""
     of_all_models: bool = True
-    """Whether the wheel has its kernels, and `precompile` compiles them for each model."""
+    """Whether the wheel has its kernels, and `precompile` compiles them for each model. Those with a bias of groups are
+    left to the JIT."""
+
+    @property
+    def variants(self) -> list[tuple[str, ...]]:
+        """The optional operands that calls may have. A bias of groups comes with the group of each row."""
+        every = product((False, True), repeat=len(self.optional))
+        found = [tuple(name for name, here in zip(self.optional, each, strict=True) if here) for each in every]
+        return [given for given in found if GROUPS not in self.optional or ("bias" in given) == (GROUPS in given)]
 
 
 def _flag(is_true: bool) -> str:
@@ -54,11 +67,13 @@ def _norm(is_centred: bool) -> Callable[[str, tuple[str, ...]], str]:
     return code
 
 
-def _gated(more: str = "") -> Callable[[str, tuple[str, ...]], str]:
+def _gated(is_oai: bool) -> Callable[[str, tuple[str, ...]], str]:
     def code(form: str, given: tuple[str, ...]) -> str:
         factors = "factors" if "factors" in given else "nullptr"
-        flags = f"{_flag(form == 'interleaved')}, {_flag('factors' in given)}{more}"
-        return f"Elementwise<Tile, SiluMul<{flags}>>{{{{number, {factors}}}}}"
+        flags = f"{_flag(form == 'interleaved')}, {_flag('factors' in given)}"
+        if "bias" in given:
+            return f"Elementwise<Tile, SiluMul<{flags}, {_flag(is_oai)}, true>>{{{{number, {factors}, {GROUPS}}}}}"
+        return f"Elementwise<Tile, SiluMul<{flags}{', true' * is_oai}>>{{{{number, {factors}}}}}"
 
     return code
 
@@ -72,9 +87,13 @@ FUNCTIONS: Mapping[str, DeviceFunction] = MappingProxyType(
             numbered=False,
         ),
         "mul_add": DeviceFunction(("x", "y", "z"), lambda form, given: "Elementwise<Tile, MulAdd>{}", numbered=False),
-        "silu_and_mul": DeviceFunction(("x",), _gated(), optional=("factors",), forms=("halves", "interleaved")),
+        "silu_and_mul": DeviceFunction(
+            *(("x", "bias"), _gated(False), ("factors", "bias", GROUPS), True), forms=("halves", "interleaved")
+        ),
         "swigluoai_and_mul": DeviceFunction(
-            ("x",), _gated(", true"), optional=("factors",), forms=("interleaved",), of_all_models=False
+            *(("x", "bias"), _gated(True), ("factors", "bias", GROUPS), True),
+            forms=("interleaved",),
+            of_all_models=False,
         ),
         "rms_norm": DeviceFunction(("x", "residual", "weight"), _norm(False), optional=("residual",), reduces=True),
         "layer_norm": DeviceFunction(
@@ -143,10 +162,12 @@ class RowsFamily(KernelFamily):
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``rows.cu.jinja``."""
         function, config = _function(params), _tile(params)
-        inputs = [f"{{{name}, {name}_stride}}" for name in _matrices(params)]
-        if function.inputs == ("x",):  # two inputs in one matrix
-            up = "16" if params.options[1] == "interleaved" else "static_cast<i64>(columns) * 2"
-            inputs.append(f"{{x + {up}, x_stride}}")
+        inputs = []
+        up = "16" if params.options[1] == "interleaved" else "static_cast<i64>(columns) * 2"
+        for name in _matrices(params):
+            inputs.append(f"{{{name}, {name}_stride}}")
+            if function.has_halves:
+                inputs.append(f"{{{name} + {up}, {name}_stride}}")
         scales, rule = "nullptr, 0, 0", "0, false"
         if params.output == "e4m3":
             scales, rule = "scales, scale_stride_row, scale_stride_column", "amax_min, power_of_two != 0"
@@ -164,6 +185,7 @@ class RowsFamily(KernelFamily):
         """Strides in elements, 0 for a vector."""
         found = [f"const u8* {name}, i64 {name}_stride" for name in _matrices(params)]
         found += ["const float* factors"] if "factors" in params.options else []
+        found += [f"const int* {GROUPS}"] if GROUPS in params.options else []
         found += ["u32 rows, u32 columns"] + ["f32 number"] * _function(params).numbered
         found.append(f"u8* values{'' if params.output == 'e4m3' else '=out'}, i64 stride")
         if params.output == "e4m3":
@@ -204,14 +226,15 @@ class RowsFamily(KernelFamily):
         found = []
         for name, function in FUNCTIONS.items():
             size = 4096, 7168
-            chosen = list(product((False, True), repeat=len(function.optional)))
-            for form, is_given in product(function.forms, chosen):
-                given = tuple(each for each, is_here in zip(function.optional, is_given, strict=True) if is_here)
-                for output in ("bf16", "e4m3"):
-                    found.append(RowsSpec(name, *size, "bf16", output, form, given))
-            first = replace(found[-1], form=function.forms[0])
-            found += [replace(first, output="f32"), replace(first, dtype="f16"), replace(first, aligned=False)]
-            found += [replace(first, dtype="f16", output="f16", aligned=False)]
+            variants = function.variants
+            outputs: tuple[Dtype, ...] = ("bf16", "e4m3")
+            for form, given, output in product(function.forms, variants, outputs):
+                found.append(RowsSpec(name, *size, "bf16", output, form, given))
+            plain = [given for given in variants if GROUPS not in given]
+            for given in dict.fromkeys((plain[-1], variants[-1])):
+                first = RowsSpec(name, *size, "bf16", "e4m3", function.forms[0], given)
+                found += [replace(first, output="f32"), replace(first, dtype="f16"), replace(first, aligned=False)]
+                found += [replace(first, dtype="f16", output="f16", aligned=False)]
         every = (100, 200, 500, 1000, 2000, 4000, 8000, 20000)
         found += [RowsSpec("rms_norm", 64, columns, "bf16", "bf16") for columns in every]
         found += [RowsSpec("layer_norm", 64, 20000, "bf16", "e4m3", "", ("residual", "bias"))]
@@ -230,13 +253,21 @@ class RowsFamily(KernelFamily):
         outputs: tuple[Dtype, ...] = (dtype, "e4m3")
         functions = [(name, function) for name, function in FUNCTIONS.items() if function.of_all_models]
         for (name, function), output, columns in product(functions, outputs, tuple(widths)):
-            given = [
-                tuple(each for each, is_here in zip(function.optional, chosen, strict=True) if is_here)
-                for chosen in product((False, True), repeat=len(function.optional))
-            ]
+            given = [each for each in function.variants if GROUPS not in each]
             for form, operands, rows in product(function.forms, given, (1, 1 << 16)):
                 spec = RowsSpec(name, rows, columns, dtype, output, form, operands, columns % 8 == 0)
                 found.append(self.params(spec, self.config_of(spec, arch), arch))
+        return list(dict.fromkeys(found))
+
+    def cases_of_experts(self, widths: Iterable[int], arch: ArchSpec, output: Dtype) -> list[KernelParams]:
+        """The gated functions between two products of experts, with a bias of each and without, to ``output``, of rows
+        with so many columns, many and few."""
+        gated = [(name, function.forms[0]) for name, function in FUNCTIONS.items() if function.has_halves]
+        every = product(gated, ((), ("bias", GROUPS)), tuple(widths), (1, 1 << 16))
+        found = []
+        for (name, form), given, columns, rows in every:
+            spec = RowsSpec(name, rows, columns, "bf16", output, form, given, columns % 8 == 0)
+            found.append(self.params(spec, self.config_of(spec, arch), arch))
         return list(dict.fromkeys(found))
 
 
@@ -256,7 +287,8 @@ def _matrices(params: KernelParams) -> list[str]:
 
 def _budget(params: KernelParams) -> int:
     """Registers of a thread, so many that nothing is spilled."""
-    return 128 if params.store == "direct" or "bias" in params.options else 80
+    is_norm_with_bias = "bias" in params.options and _function(params).reduces
+    return 128 if params.store == "direct" or is_norm_with_bias else 80
 
 
 def _tile(params: KernelParams) -> TileConfig:

@@ -33,8 +33,8 @@ class FP4GroupedLinear(Divisible):
         in_features: a multiple of 32.
         out_features: a multiple of 8.
         activations: "fp8": x is cast, with scales of 1 x 128. "bf16": x is multiplied as it is.
-        bias: whether each group has a bias, (groups, out) in ``dtype``, bfloat16 by default. It is added to the
-            product in bfloat16.
+        bias: whether each group has a bias, (groups, out) in ``dtype``, bfloat16 by default. The layer adds it to the
+            product in bfloat16; `MoE` adds it in float32, in what follows the product.
 
     ``packed`` and ``factors`` are what `transform_fp4_weights` returns, 4.125 or 4.25 bits a weight; nothing else is
     kept. A state dict has these, or a checkpoint's MXFP4 weights: ``blocks`` and ``scales``, or ``weight`` and
@@ -98,7 +98,7 @@ class FP4GroupedLinear(Divisible):
         return False
 
     def product(self, x: Tensor | Quantized, routing: Routing) -> Tensor:
-        """The product, with bias, of rows in the order of ``routing``: bfloat16, or for "fp8" their cast. Rows of
+        """The product, without bias, of rows in the order of ``routing``: bfloat16, or for "fp8" their cast. Rows of
         padding are zeros."""
         rows = x[0] if isinstance(x, tuple) else x
         d = torch.empty(rows.shape[0], self.out_features, dtype=torch.bfloat16, device=rows.device)
@@ -107,11 +107,14 @@ class FP4GroupedLinear(Divisible):
             fp4.m_grouped_bf16_fp4_gemm_nt_contiguous(rows, weights, d, routing.labels)
         else:
             fp4.m_grouped_fp8_fp4_gemm_nt_contiguous(x, weights, d, routing.labels)  # type: ignore[arg-type]
-        if self.bias is not None:
-            bias = self.own(self.bias)
-            # Rows without a group have the label -1: the last row, of zeros.
-            d += torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[routing.labels.long()]
         return d
+
+    def add_bias(self, y: Tensor, groups: Tensor) -> Tensor:
+        """y (..., out), and the bias of each row's group added to it in place. Rows of group -1 stay as they are."""
+        if self.bias is not None:
+            rows = self.own(self.bias)[groups.clamp(min=0)]
+            y += rows.masked_fill(groups[..., None] < 0, 0)
+        return y
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """x (rows, in_features), in the order of ``routing``, such as ``routing.spread(tokens)``; the result is (rows,
@@ -127,7 +130,7 @@ class FP4GroupedLinear(Divisible):
                 "x requires grad, and MXFP4 weights take none: gradients end here. Call the layer under "
                 "torch.no_grad()."
             )
-        return self.product(self.operand_of(x), routing).to(dtype)
+        return self.add_bias(self.product(self.operand_of(x), routing), routing.labels).to(dtype)
 
     def operand_of(self, x: Tensor) -> Tensor | Quantized:
         """What `product` takes of rows of 16 or 32 bits."""

@@ -206,7 +206,7 @@ class MoE(nn.Module):
         return self._plain(x, weights, routing)
 
     def hidden(self, x: Tensor, routing: Routing) -> Tensor:
-        """Gate and up of the rows of all experts, without gradients: (rows, 2 * hidden) bfloat16."""
+        """Gate and up of the rows of all experts, without bias and gradients: (rows, 2 * hidden) bfloat16."""
         layer: Any = self.gate_up  # whose product takes its operand
         hidden: Tensor = layer.product(layer.operand_of(routing.spread(x.detach())), routing)
         return hidden
@@ -218,17 +218,23 @@ class MoE(nn.Module):
                 "torch.no_grad(), or build it with mode='training'."
             )
         layer: Any = self.down
-        out = layer.product(self._gated(self.hidden(x, routing)), routing)
-        return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
+        out = layer.product(self._gated(self.hidden(x, routing), routing), routing)
+        chosen = routing.choices(out)
+        if isinstance(layer, FP4GroupedLinear) and layer.bias is not None:
+            chosen = layer.add_bias(chosen, routing.labels[routing.rows])
+        return (chosen * weights[..., None]).sum(1).to(x.dtype)
 
-    def _gated(self, hidden: Tensor) -> Any:
+    def _gated(self, hidden: Tensor, routing: Routing) -> Any:
         """The operand of the second product."""
-        if isinstance(self.down, FP8GroupedLinear):
+        if not isinstance(self.gate_up, FP4GroupedLinear):
             return quantize.rows(hidden, gated=True)
-        out = torch.float8_e4m3fn if self.down.activations == "fp8" else None
+        out = torch.float8_e4m3fn if self.gate_up.activations == "fp8" else None
+        bias: dict[str, Any] = {}
+        if self.gate_up.bias is not None:
+            bias = {"bias": self.gate_up.own(self.gate_up.bias).to(hidden.dtype), "groups": routing.labels}
         if self.activation == "swigluoai":
-            return fused.swigluoai_and_mul(hidden, out, limit=self.limit)
-        return fused.silu_and_mul(hidden, out, limit=self.limit)
+            return fused.swigluoai_and_mul(hidden, out, limit=self.limit, **bias)
+        return fused.silu_and_mul(hidden, out, limit=self.limit, **bias)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         expert_names.adapt(state_dict, prefix, self)

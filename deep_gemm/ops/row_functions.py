@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deep_gemm.kernels.row_kernels import FUNCTIONS
+from deep_gemm.kernels.row_kernels import FUNCTIONS, GROUPS
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.ops.quantize import scales_shape
 from deep_gemm.ops.reference import gelu, gelu_erf, silu
 from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
+from deep_gemm.runtime.operation import Fault
 
 from ..errors import InvalidInputError
 from ..records import record
@@ -41,11 +41,11 @@ _OPTIONS = {
     "layer_norm": (Parameter("eps", "float"),),
 }
 
-_VECTORS = {"y": (1, 2), "z": (1, 2), "weight": (1,), "bias": (1,), "factors": (1,)}
-"""How many dimensions inputs may have that are not (M, N)."""
+_VECTORS = {"y": (1, 2), "z": (1, 2), "weight": (1,), "bias": (1,), "factors": (1,), GROUPS: (1,)}
+"""How many dimensions inputs may have that are not (M, N). A bias of groups has two."""
 
 _VALUES, _SCALES = "the values of out", "the scales of out"
-_SINGLE = ("factors", _SCALES)
+_SINGLE = ("factors", GROUPS, _SCALES)
 """Operands that are read and written element by element."""
 
 _ALIGNED = 16
@@ -68,7 +68,7 @@ class RowFunction(KernelOperation):
     kept = ("residual",)
 
     def __init__(self, function: str, fp8: bool, given: tuple[str, ...]) -> None:
-        self.function, self.fp8, self.given_operands = function, fp8, given
+        self.function, self.fp8, self.given_operands, self.has_groups = function, fp8, given, GROUPS in given
         optional = FUNCTIONS[function].optional
         required = [name for name in FUNCTIONS[function].inputs if name not in optional]
         self.absent = tuple(name for name in optional if name not in given)
@@ -86,11 +86,14 @@ class RowFunction(KernelOperation):
         self.output = next(iter(written))
         self.outputs = (*written, *(name for name in given if name == "residual"))
         self.in_place = "" if fp8 else _IN_PLACE.get(function, "")
-        self.unsigned = ("values",) if fp8 else ()
+        self.unsigned = (*(["values"] if fp8 else []), *([GROUPS] if self.has_groups else []))
+        self.settings = ("check",) if self.has_groups else ()
 
     def axes(self, form: str | None) -> Mapping[str, str]:
         """See `KernelOperation.axes`. Rows are whole."""
-        return {"factors": "m", "weight": "N", "bias": "N", **dict.fromkeys(("x", "y", "z", "residual", "out"), "mN")}
+        rows = dict.fromkeys(("x", "y", "z", "residual", "out"), "mN")
+        bias = "GN" if self.function in _GATED else "N"  # of one group each
+        return {"factors": "m", GROUPS: "m", "weight": "N", "bias": bias, **rows}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> RowsOperands | None:
         """None for fake tensors and where there is nothing to compute."""
@@ -103,7 +106,8 @@ class RowFunction(KernelOperation):
             named["out"] = given["out"]
         form, number = self._options(given)
         written = [name for name in named if name not in self.read or name == "residual"]
-        device = checks.check_tensors(self.function, named, _VECTORS, (2,), written)
+        dims = _VECTORS | ({"bias": (2,)} if self.has_groups else {})
+        device = checks.check_tensors(self.function, named, dims, (2,), written)
         rows, columns = self._check_shapes(named)
         if checks.is_fake(named.values()):
             return None
@@ -173,6 +177,9 @@ class RowFunction(KernelOperation):
         wanted: dict[str, tuple[tuple[torch.dtype, ...], tuple[tuple[int, ...], ...]]]
         wanted = dict.fromkeys(("y", "z"), ((x.dtype,), (whole, vector)))
         wanted |= dict.fromkeys(("weight", "bias"), ((x.dtype,), (vector,)))
+        if self.has_groups:
+            wanted |= {"bias": ((x.dtype,), ((max(1, named["bias"].shape[0]), x.shape[1]),))}
+            wanted |= {GROUPS: ((torch.int32,), ((rows,),))}
         wanted |= {"residual": ((x.dtype,), (whole,)), "factors": ((torch.float32,), ((rows,),))}
         wanted |= {"out": ((x.dtype, torch.float32), (whole,)), _VALUES: ((torch.float8_e4m3fn,), (whole,))}
         wanted[_SCALES] = (torch.float32,), (scales_shape(rows, columns, "row"),)
@@ -204,6 +211,18 @@ class RowFunction(KernelOperation):
         strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
         return LaunchSequence((Step(x.spec, strides, {name: name for name in x.tensors}),))
 
+    def faults(self, x: RowsOperands) -> list[Fault]:
+        """Groups that have no bias."""
+        groups, count = x.tensors[GROUPS], x.tensors["bias"].shape[0]
+
+        def say(row: int) -> str:
+            return (
+                f"groups[{row}] is {int(groups[row])}, but bias has {count} rows: groups are from 0 to {count - 1}, "
+                "and -1 is none."
+            )
+
+        return [Fault((groups < -1) | (groups >= count), say)]
+
     def reference(self, x: RowsOperands) -> None:
         """In float64, rounded to float32 first."""
         with torch.inference_mode():
@@ -211,7 +230,10 @@ class RowFunction(KernelOperation):
             if "residual" in given:
                 given["residual"].copy_(given["x"].float() + given["residual"].float())
                 given["x"] = given["residual"]
-            wide = {name: given[name].detach().double() for name in self.read}
+            wide = {name: given[name].detach().double() for name in self.read if name != GROUPS}
+            if self.has_groups:
+                groups = given[GROUPS].long()
+                wide["x"] = wide["x"] + wide["bias"][groups.clamp(min=0)].masked_fill(groups[:, None] < 0, 0)
             found = _REFERENCES[self.function](wide, x.spec).float()
             if self.fp8:
                 values, scales = cast_blocks(found, 1, 128, x.spec.power_of_two, x.spec.amax_min)
@@ -269,9 +291,7 @@ _REFERENCES: dict[str, Callable[[Mapping[str, Tensor], RowsSpec], Tensor]] = {
 def _entry(function: str, fp8: bool) -> Callable[..., None]:
     """The function that computes one of `FUNCTIONS`. Arguments: required inputs, optional ones or None, out, options,
     use_ue8m0."""
-    optional = FUNCTIONS[function].optional
-    chosen = product((False, True), repeat=len(optional))
-    variants = [tuple(name for name, is_here in zip(optional, each, strict=True) if is_here) for each in chosen]
+    variants = FUNCTIONS[function].variants
     return make_entry(*(RowFunction(function, fp8, given) for given in sorted(variants, key=len)))
 
 

@@ -51,8 +51,9 @@ struct RowsTile {
 
   static DG_DEVICE u32 pair(float low, float high) { return to_pair<kSource>(low, high); }
 
-  // Loads eight elements of this row; those from the `exist`th on are zeros.
-  DG_DEVICE void load(const RowsInput& from, u32 column, u32 exist, Packed& v) const {
+  // Loads eight elements of this row, or of another; those from the `exist`th on are zeros.
+  DG_DEVICE void load(const RowsInput& from, u32 column, u32 exist, Packed& v) const { load(from, row, column, exist, v); }
+  static DG_DEVICE void load(const RowsInput& from, u32 row, u32 column, u32 exist, Packed& v) {
     const u8* at = from.elements + (row * from.stride + column) * 2;
     if constexpr (kAligned) {
       load_sixteen(at, exist != 0, v.words);
@@ -126,7 +127,7 @@ struct RowsTile {
 // gelu(x + y)
 template <bool kTanh>
 struct AddGelu {
-  enum : u32 { kInputs = 2, kWidth = 1 };
+  enum : u32 { kInputs = 2, kWidth = 1, kBiases = 0 };
   DG_DEVICE void begin(u32, u32) {}
   template <class Packed>
   DG_DEVICE float value(const Packed (&in)[2], u32 i) const {
@@ -137,7 +138,7 @@ struct AddGelu {
 
 // x * y + z
 struct MulAdd {
-  enum : u32 { kInputs = 3, kWidth = 1 };
+  enum : u32 { kInputs = 3, kWidth = 1, kBiases = 0 };
   DG_DEVICE void begin(u32, u32) {}
   template <class Packed>
   DG_DEVICE float value(const Packed (&in)[3], u32 i) const {
@@ -154,21 +155,30 @@ DG_DEVICE float swigluoai_mul(float gate, float up, float limit) {
 }
 
 // silu(min(gate, limit)) * clamped(up), times a factor of the row. Gate and up are two inputs. With kInterleaved they are neighbours
-// in one, of whose sixteen columns the second input has the last eight. With kOai it is gpt-oss's activation.
-template <bool kInterleaved, bool kFactored, bool kOai = false>
+// in one, of whose sixteen columns the second input has the last eight. With kOai it is gpt-oss's activation. With kBiased the row of
+// the row's group in two more inputs is added before; a group below 0 has none.
+template <bool kInterleaved, bool kFactored, bool kOai = false, bool kBiased = false>
 struct SiluMul {
-  enum : u32 { kInputs = 2, kWidth = kInterleaved ? 2 : 1 };
+  enum : u32 { kBiases = kBiased ? 2 : 0, kInputs = 2 + kBiases, kWidth = kInterleaved ? 2 : 1 };
   float limit;
   const float* factors;
+  const int* groups;
   float factor = 1.0f;
+  int group = -1;
   DG_DEVICE void begin(u32 row, u32 rows) {
+    if constexpr (kBiased)
+      if (row < rows) group = groups[row];
     if constexpr (kFactored)
       if (row < rows) factor = factors[row];
   }
   template <class Packed>
-  DG_DEVICE float value(const Packed (&in)[2], u32 i) const {
-    const float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
-    const float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
+  DG_DEVICE float value(const Packed (&in)[kInputs], u32 i) const {
+    float gate = kInterleaved ? in[i / 4].get(2 * i % 8) : in[0].get(i);
+    float up = kInterleaved ? in[i / 4].get(2 * i % 8 + 1) : in[1].get(i);
+    if constexpr (kBiased) {
+      gate = __fadd_rn(gate, kInterleaved ? in[2 + i / 4].get(2 * i % 8) : in[2].get(i));
+      up = __fadd_rn(up, kInterleaved ? in[2 + i / 4].get(2 * i % 8 + 1) : in[3].get(i));
+    }
     const float product = kOai ? swigluoai_mul(gate, up, limit) : silu_mul(gate, up, limit);
     return kFactored ? __fmul_rn(product, factor) : product;
   }
@@ -177,31 +187,41 @@ struct SiluMul {
 // A CTA computes one tile. Tiles of a row follow each other.
 template <class Tile, class Function>
 struct Elementwise {
+  enum : u32 { kInputs = Function::kInputs, kMatrices = kInputs - Function::kBiases };
+  using Inputs = typename Tile::Packed[Tile::kChunks][kInputs];
   Function function;
 
-  DG_DEVICE void run(Tile tile, const RowsInput (&from)[Function::kInputs], const RowsOutput& out) {
+  DG_DEVICE void run(Tile tile, const RowsInput (&from)[kInputs], const RowsOutput& out) {
     const u32 across = ceil_div(tile.columns, Tile::kColumns);
     tile.begin(blockIdx.x / across);
     tile.first = blockIdx.x % across * Tile::kColumns;
-    typename Tile::Packed in[Tile::kChunks][Function::kInputs];
+    Inputs in;
     wait_for_previous_kernel();
     allow_next_kernel();
     function.begin(tile.row, tile.rows);
-#pragma unroll
-    for (u32 c = 0; c < Tile::kChunks; ++c) {
-      const u32 all = tile.exist(tile.column(c)) * Function::kWidth;
-#pragma unroll
-      for (u32 i = 0; i < Function::kInputs; ++i) {
-        const u32 some = Function::kWidth == 1 ? all : i == 0 ? min_of(all, 8) : all - min_of(all, 8);
-        tile.load(from[i], tile.column(c) * Function::kWidth, some, in[c][i]);
-      }
-    }
+    load<0, kMatrices>(tile, tile.row, true, from, in);
+    if constexpr (kMatrices < kInputs) load<kMatrices, kInputs>(tile, function.group, function.group >= 0, from, in);
     typename Tile::Floats v[Tile::kChunks];
 #pragma unroll
     for (u32 c = 0; c < Tile::kChunks; ++c)
 #pragma unroll
       for (u32 i = 0; i < 8; ++i) v[c].words[i] = __float_as_uint(function.value(in[c], i));
     tile.emit(out, v);
+  }
+
+ private:
+  // Loads the tile's columns of inputs kFirst to kLast - 1, from `row` of theirs; zeros if they have no such row.
+  template <u32 kFirst, u32 kLast>
+  static DG_DEVICE void load(const Tile& tile, u32 row, bool exist, const RowsInput (&from)[kInputs], Inputs& in) {
+#pragma unroll
+    for (u32 c = 0; c < Tile::kChunks; ++c) {
+      const u32 all = exist ? tile.exist(tile.column(c)) * Function::kWidth : 0;
+#pragma unroll
+      for (u32 i = kFirst; i < kLast; ++i) {
+        const u32 some = Function::kWidth == 1 ? all : i % 2 == 0 ? min_of(all, 8) : all - min_of(all, 8);
+        Tile::load(from[i], row, tile.column(c) * Function::kWidth, some, in[c][i]);
+      }
+    }
   }
 };
 

@@ -64,7 +64,7 @@ def placed(inputs: Inputs, odd: int) -> Inputs:
     """Copies with NaN around them and between their rows, which begin at multiples of 16 bytes unless ``odd``."""
     found = {}
     for name, x in inputs.items():
-        if name == "factors":
+        if name in ("factors", "groups"):
             found[name] = x
             continue
         stride = -(-x.shape[-1] // 8) * 8 + 8 + odd

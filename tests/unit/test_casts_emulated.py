@@ -1,6 +1,7 @@
 """Casts, functions of rows, copies and transposes on the CPU, in emulation, as they are compiled for GPUs before
 Hopper: they give the bytes of torch."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from emulation import Emulated
 from gpu_fakes import FakeGpu
+from rows_cases import CASES, assert_right
 from torch import Tensor
 
 from deep_gemm import fused, kernels, quantize
@@ -47,7 +49,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LONG = pytest.mark.long
 CASTS = [
     pytest.param(lambda x: quantize.rows(x), (37, 272), BF16, id="rows"),
@@ -87,6 +89,19 @@ def test_functions_of_rows(function: Callable[[Tensor], Any], tmp_path: Path) ->
     for mine, other in zip(found, exact, strict=True):
         unit = 2**-7 if mine.element_size() > 1 else 2**-3
         torch.testing.assert_close(mine.float(), other.float(), rtol=unit, atol=1e-3)
+
+
+BIASED = [("silu and mul with biases of groups", 136, E4M3), ("swigluoai and mul with biases of groups", 101, BF16)]
+
+
+@pytest.mark.parametrize(("name", "columns", "output"), BIASED)
+def test_biases_of_groups(name: str, columns: int, output: torch.dtype, tmp_path: Path) -> None:
+    """Rows that are read by sixteen bytes, and others; halves, and neighbours; fewer rows than groups, and more."""
+    for rows in (3, 37):
+        inputs = CASES[name].make(rows, columns, BF16)
+        call = functools.partial(CASES[name], inputs, output)
+        found = launched(tmp_path / f"{rows}", call, list(inputs.values()), backwards=rows == 3)
+        assert_right(CASES[name], tuple(found) if output == E4M3 else found[0], inputs)
 
 
 def test_copies_and_transposes(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ WRONG: dict[str, tuple[Kind, str, Value, str]] = {
         "the scales of a have 2 columns, but groups of the sizes in grouped_layout have 3 blocks of 128"),
     "parts past K": (KINDS["k padded"], "layout", to(1, 129), "groups end at 257 of K, but K of a is 256"),
     "a part below zero": (KINDS["k padded"], "layout", to(-1, 64), r"grouped_layout\[0\] is -1"),
+    "a group without a bias": (*(KINDS["silu and mul and biases"], "groups", at(7, is_=2)),
+        r"groups\[7\] is 2, but bias has 2 rows: groups are from 0 to 1, and -1 is none"),
     "a first token that attends more": (*(WIDE, "lengths", at(0, 0, is_=101)),
         r"context_lens\[0, 0\] is 101, more than that of the request's last token, 100"),
     "a page that is missing": (*(WIDE, "table", at(1, 4, is_=-1)),

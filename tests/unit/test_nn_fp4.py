@@ -68,6 +68,17 @@ def test_each_group_has_its_weights_and_bias() -> None:
         assert torch.equal(moved.half().bfloat16()(x, routing), y), "casts leave weights and factors"
 
 
+def test_a_choice_of_no_expert_adds_nothing() -> None:
+    """Neither the bias of gate and up, nor that of down, which is added with the router's weights."""
+    small, x = GPT_OSS.resized(WIDTH, HIDDEN, EXPERTS, 2), matrix(37, WIDTH)
+    state, layer = small.state(), small.module("cpu")
+    layer.load_state_dict(state)
+    weights, chosen = layer.route(x)
+    chosen[::3, 1] = -1
+    layer.route = lambda x: (weights, chosen)
+    assert relative(layer(x), exact(small, state, x, (weights, chosen))) < small.bound
+
+
 def test_a_state_with_wide_exponents_is_saved_and_loaded() -> None:
     packed, scales = quantize.mxfp4(torch.randn(2, 72, WIDTH) * torch.logspace(-9, 9, WIDTH))
     layer, other = FP4GroupedLinear(2, WIDTH, 72), FP4GroupedLinear(2, WIDTH, 72)

@@ -1,6 +1,7 @@
 """Workloads from every kind of source, and compiling them ahead."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError, UnsupportedError
-from deep_gemm.kernels.row_kernels import ROWS
+from deep_gemm.kernels.row_kernels import FUNCTIONS, ROWS
 from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
@@ -210,6 +211,18 @@ def test_functions_of_rows_as_wide_as_inputs_are_compiled_too() -> None:
                 asked = RowsSpec("silu_and_mul", count, width, dtype, output, "halves")
                 assert ROWS.params(asked, ROWS.config_of(asked, SM90), SM90) in found
         assert {params.dtype for params in found} == {dtype}
+
+
+@pytest.mark.parametrize(("kind", "output"), [("bf16", "bf16"), ("fp8", "e4m3")])
+def test_activations_between_experts_of_mxfp4_are_compiled_too(kind: str, output: Any) -> None:
+    made = [Layer("x", 5760, 2880, op=op, groups=3, ms=(128,)) for op in FP4_GROUPED[f"{kind}_fp4_gemm_nt"]]
+    found = build.choose((), layers=made, fused=True).kernels
+    for name, given, count in itertools.product(
+        ("swigluoai_and_mul", "silu_and_mul"), ((), ("bias", "groups")), (8, 1 << 16)
+    ):
+        asked = RowsSpec(name, count, 2880, "bf16", output, FUNCTIONS[name].forms[0], given)
+        assert ROWS.params(asked, ROWS.config_of(asked, SM90), SM90) in found
+    assert not build.choose((), layers=made).kernels
 
 
 @pytest.mark.parametrize(
