@@ -68,15 +68,23 @@ class MGroupedOperation(GroupedOperation):
             padded = [(group, rows, align(rows, ALIGNMENT)) for group, rows in enumerate(counts)]
             layout, more = [group if row < rows else -1 for group, rows, end in padded for row in range(end)], ()
             leading = (len(layout),)
-        a, b = make(*leading, k), make(groups, n, k)
+        a, b = self.tokens(make(*leading, k)), self.weights(make(groups, n, k))
         d = torch.empty(*leading, n, dtype=torch.bfloat16, device=device)
-        given = d, torch.tensor(layout, dtype=torch.int32, device=device), *more
+        return a, b, d, torch.tensor(layout, dtype=torch.int32, device=device), *more
+
+    def tokens(self, x: Tensor) -> Any:
+        """a of bfloat16 values."""
         if self.rate == "half":
-            return a, b, *given
-        values, sf = per_token_cast_to_fp8(a.flatten(0, -2), False)
-        of_a = values.view(a.shape), get_mn_major_tma_aligned_tensor(sf.view(*leading, -1))
-        of_b = [torch.stack(parts) for parts in zip(*(per_block_cast_to_fp8(x, False) for x in b), strict=True)]
-        return of_a, tuple(of_b), *given
+            return x
+        values, sf = per_token_cast_to_fp8(x.flatten(0, -2), False)
+        return values.view(x.shape), get_mn_major_tma_aligned_tensor(sf.view(*x.shape[:-1], -1))
+
+    def weights(self, x: Tensor) -> Any:
+        """b of bfloat16 values (groups, N, K)."""
+        if self.rate == "half":
+            return x
+        each = zip(*(per_block_cast_to_fp8(matrix, False) for matrix in x), strict=True)
+        return tuple(torch.stack(parts) for parts in each)
 
     def groups(self, d: Tensor, layout: Tensor) -> list[tuple[int, slice]]:
         """Each group and its rows of the flat output."""

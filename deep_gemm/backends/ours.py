@@ -12,6 +12,7 @@ from deep_gemm import fused, ops
 
 from .attention_operations import MqaLogitsOperation, PagedMqaLogitsOperation, PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM
+from .fp4_operations import FP4_PRODUCTS, Fp4Product, whole
 from .grouped_operations import K_GROUPED, M_GROUPED
 from .operations import HALF_GEMMS, RECIPES
 from .registry import Call, kernel
@@ -44,6 +45,24 @@ for _k_grouped in K_GROUPED:
 for _einsum in EINSUMS:
     kernel("cuda", _einsum.name, prepares=True)(functools.partial(prepare, "einsum", _einsum.form))
 kernel("cuda", FP8_EINSUM.name, prepares=True)(functools.partial(prepare, FP8_EINSUM.name, FP8_EINSUM.form))
+
+
+def fp4(op: Fp4Product, a: Any, b: tuple[Tensor, Tensor], *rest: Any) -> Call:
+    """A product of weights that a model transforms once."""
+    packed, scales = b
+    return prepare(op.name, a, deep_gemm.transform_fp4_weights(packed, scales, op.kind), *rest)
+
+
+def whole_weights(op: Fp4Product, a: Any, b: tuple[Tensor, Tensor], *rest: Any) -> Call:
+    """Our product of the same weights in 8 or 16 bits, which a model casts once."""
+    packed, scales = b
+    weights, sf = whole(op.kind, packed, scales)
+    return prepare(op.name.replace("_fp4", ""), a, weights if sf is None else (weights, sf), *rest)
+
+
+for _fp4 in FP4_PRODUCTS:
+    kernel("cuda", _fp4.name, prepares=True)(functools.partial(fp4, _fp4))
+    kernel(f"cuda:{_fp4.kind}_weights", _fp4.name, prepares=True)(functools.partial(whole_weights, _fp4))
 
 
 def of_rows(function: str, *operands: Any) -> Call:

@@ -219,7 +219,7 @@ def _find() -> None:
     for module in (
         "builtin",
         "operations",
-        *(f"{kind}_operations" for kind in ("grouped", "batched", "attention", "row")),
+        *(f"{kind}_operations" for kind in ("grouped", "batched", "fp4", "attention", "row")),
     ):
         importlib.import_module(f"{__package__}.{module}")
     for entry in importlib.metadata.entry_points(group=GROUP):

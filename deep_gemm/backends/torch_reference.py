@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from .. import ops
+from ..ops import fp4_weights
 from ..ops.batched import BHD
+from ..ops.fp4 import Fp4Gemm
 from ..ops.logits import MqaLogits
 from ..ops.paged_logits import PagedMqaLogits
 from ..ops.prenorm import HcPrenormGemm
@@ -27,6 +29,7 @@ from ..ops.reference import (
 from ..runtime.operation import KernelOperation
 from .attention_operations import PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
+from .fp4_operations import FP4_PRODUCTS, Fp4Product
 from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGroupedOperation
 from .operations import HALF_GEMMS, GemmOperation, unpaired
 from .registry import Call, get_operation, kernel
@@ -87,6 +90,16 @@ def on_any_device(operation: KernelOperation, *arguments: Any) -> None:
     checked = operation.check(*arguments)
     if checked is not None:
         operation.reference(checked)
+
+
+def fp4(op: Fp4Product, a: Any, b: tuple[Tensor, Tensor], *rest: Any) -> None:
+    packed, scales = b
+    grouping = op.grouping if isinstance(op, MGroupedOperation) else "none"
+    on_any_device(Fp4Gemm(op.kind, grouping), a, fp4_weights.transform(packed, scales, op.kind), *rest)
+
+
+for _fp4 in FP4_PRODUCTS:
+    kernel("torch", _fp4.name)(functools.partial(fp4, _fp4))
 
 
 kernel("torch", MqaLogits.name)(lambda *operands: on_any_device(MqaLogits(), *operands, True, 0))

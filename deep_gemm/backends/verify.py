@@ -27,6 +27,7 @@ from ..runtime import engine
 from ..settings import settings
 from ..spec import GemmSpec
 from .accuracy import examine
+from .fp4_operations import Fp4GroupedOperation, Fp4Operation
 from .registry import Dims, Operation, get_kernel, get_operation, operation_names
 from .results import Result
 from .runner import compare
@@ -55,6 +56,9 @@ FORCED: Mapping[tuple[str, ...], tuple[Dims, ...]] = {
     ("rows", "heads", "K", "N"): ((37, 3, 256, 128),),
 }
 """Shapes with ragged edges, in which families are forced. Some take few rows only."""
+
+NOT_OF_FAMILIES = Fp4Operation, Fp4GroupedOperation
+"""Operations that no family of GEMMs computes."""
 
 TILES = 4
 """Tiles of a family that are forced for an operation, from the smallest to the largest."""
@@ -185,6 +189,7 @@ def _force(
     configs = sorted(family.configs(arch), key=lambda config: math.prod(config.tile))
     steps = {round(index * (len(configs) - 1) / (TILES - 1)) for index in range(TILES)}
     every = [(op, dims) for op in map(get_operation, operation_names()) for dims in FORCED.get(op.dims, ())]
+    every = [(op, dims) for op, dims in every if not isinstance(op, NOT_OF_FAMILIES)]
     for op, dims in every:
         if found.calls >= 2 * TILES:
             break

@@ -11,6 +11,8 @@ OTHERS = {
     "fp8_paged_mqa_logits": ((7, 1, 264), (40, 3, 2000)),
     "tf32_hc_prenorm_gemm": ((70, 1024), (137, 28672)),
     "bf16_linear_gelu": SHAPES[3],
+    **{f"{kind}_fp4_gemm_nt": ((70, 264, 288), (256, 512, 1024)) for kind in ("fp8", "bf16")},
+    **{op: ((3, 70, 264, 288), (5, 300, 512, 1024)) for op in backends.operation_names() if "fp4_gemm_nt_" in op},
     **{op: ((70, 3, 272, 264), (300, 5, 1024, 512)) for op in backends.operation_names() if "einsum" in op},
     **{op: ((70, 272), (300, 7168)) for op in backends.operation_names() if op.startswith("fused_")},
 }

@@ -46,6 +46,7 @@ SMALL = {
 }
 SMALL |= {"fp8_mqa_logits": (40, 300), "fp8_paged_mqa_logits": (3, 2, 200), "tf32_hc_prenorm_gemm": (40, 256)}
 SMALL |= {f"fused_{name}": (5, 2048) for name in FORMULAS}
+SMALL |= {op: (3, 40, 24, 96) if op.startswith("m_") else (5, 24, 96) for op in SMALL if "fp4" in op}
 SMALL |= {op: (5, 3, 272, 136) for op in backends.operation_names() if "einsum" in op}
 
 
@@ -125,6 +126,7 @@ def test_a_prenorm_product_in_tf32_is_right_and_one_without_a_block_of_k_is_wron
         ("fp8_mqa_logits", (5, 4), "there must be as many keys as queries, but there are 4"),
         ("fp8_paged_mqa_logits", (1, 5, 4), "there must be as many keys as tokens, but there are 4"),
         ("tf32_hc_prenorm_gemm", (5, 65), "K must be a multiple of 64, but it is 65"),
+        ("bf16_fp4_gemm_nt", (5, 8, 48), "K must be a multiple of 32, but it is 48"),
     ],
 )
 def test_shapes_without_logits_or_a_product_are_skipped_with_the_reason(op: str, dims: Any, why: str) -> None:
