@@ -30,7 +30,7 @@ PARALLEL ?= $(if $(wildcard /dev/nvidiactl /dev/dxg),,-n $(PROCESSES) --dist loa
 XDIST := $(if $(PARALLEL),--xdist)
 BUDGET ?= 600
 COUNT ?= 20
-FAULTS := unit/test_cache.py unit/test_cache_corruption.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
+FAULTS := unit/test_cache.py unit/test_cache_limit.py unit/test_cache_maintenance.py \
 	unit/test_builder.py unit/test_fork.py unit/test_process.py compile/test_builder_processes.py \
 	compile/test_builder_faults.py compile/test_builder_compilers.py compile/test_signals.py \
 	compile/test_next_compiler.py compile/test_foreign_paths.py unit/test_cache_whole.py unit/test_cache_owners.py \
