@@ -93,12 +93,12 @@ class MoE(nn.Module):
         top_k: how many experts each token goes to. Their weights are those of a softmax over all experts.
         router: a `Router` of these sizes, for other weights; None for that of a softmax.
         weights: "fp8", or "mxfp4" for weights of 4 bits, which `FP4GroupedLinear` describes. Those take
-            ``mode="inference"`` and no option of training, and these:
-        activations: "fp8" or "bf16", what the products read.
-        activation: "swiglu", silu(gate) * up, or "swigluoai", that of gpt-oss, whose rows of gate and up take turns:
-            see `deep_gemm.fused.swigluoai_and_mul`.
-        limit: of the activation; None for no limit, or for that of gpt-oss, 7.
-        bias: whether both layers of an expert have a bias.
+            ``mode="inference"`` and no option of training.
+        activations: with "mxfp4": "fp8" or "bf16", what the products read.
+        bias: with "mxfp4": whether both layers of an expert have a bias.
+        activation: "swiglu", silu(gate) * up, or for ``mode="inference"`` "swigluoai", that of gpt-oss, whose rows of
+            gate and up take turns: see `deep_gemm.fused.swigluoai_and_mul`.
+        limit: of the activation, for ``mode="inference"``; None for no limit, or for that of gpt-oss, 7.
         mode, weight_gradient, recast, fuse_wgrad_accumulation, device, dtype: see `FP8Linear`; the weight of the router
             is float32. Where ``.bfloat16()`` or FSDP2 casts it, scores are products of that dtype.
 
@@ -155,9 +155,11 @@ class MoE(nn.Module):
         self.gate_up: FP8GroupedLinear | FP4GroupedLinear
         self.down: FP8GroupedLinear | FP4GroupedLinear
         if weights == "fp8":
-            if (activations, activation, limit, bias) != (None, "swiglu", None, False):
+            if activations is not None or bias:
+                raise InvalidInputError("activations and bias are for weights='mxfp4', but weights is 'fp8'.")
+            if (activation, limit) != ("swiglu", None) and options.get("mode") != "inference":
                 raise InvalidInputError(
-                    "activations, activation, limit and bias are for weights='mxfp4', but weights is 'fp8'."
+                    "activation and limit are for mode='inference': gradients are those of SwiGLU without a limit."
                 )
             self.gate_up = FP8GroupedLinear(experts, width, 2 * hidden, **options)
             self.down = FP8GroupedLinear(experts, hidden, width, **options)
@@ -226,12 +228,14 @@ class MoE(nn.Module):
 
     def _gated(self, hidden: Tensor, routing: Routing) -> Any:
         """The operand of the second product."""
-        if not isinstance(self.gate_up, FP4GroupedLinear):
-            return quantize.rows(hidden, gated=True)
-        out = torch.float8_e4m3fn if self.gate_up.activations == "fp8" else None
         bias: dict[str, Any] = {}
-        if self.gate_up.bias is not None:
-            bias = {"bias": self.gate_up.own(self.gate_up.bias).to(hidden.dtype), "groups": routing.labels}
+        out = torch.float8_e4m3fn
+        if isinstance(self.gate_up, FP4GroupedLinear):
+            out = torch.float8_e4m3fn if self.gate_up.activations == "fp8" else hidden.dtype
+            if self.gate_up.bias is not None:
+                bias = {"bias": self.gate_up.own(self.gate_up.bias).to(hidden.dtype), "groups": routing.labels}
+        elif (self.activation, self.limit) == ("swiglu", None):
+            return quantize.rows(hidden, gated=True)
         if self.activation == "swigluoai":
             return fused.swigluoai_and_mul(hidden, out, limit=self.limit, **bias)
         return fused.silu_and_mul(hidden, out, limit=self.limit, **bias)

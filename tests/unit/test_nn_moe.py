@@ -77,6 +77,28 @@ def test_without_gradients_and_stored_results_are_the_same() -> None:
         stored(x.requires_grad_())
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "swigluoai"])
+def test_activations_have_a_limit_without_gradients(activation: Any) -> None:
+    """DeepSeek-V4's experts have one, in FP8 too."""
+    state, x = mixture().state_dict(), matrix(37, IN) * 8
+    layers = [mixture(mode="inference", activation=activation, limit=limit) for limit in (0.5, 1e9)]
+    for layer in layers:
+        layer.load_state_dict(state)
+    layer, free = layers
+    weights, chosen = layer.route(x)
+    routing = Routing.from_choices(chosen, EXPERTS)
+    both = layer.hidden(x, routing).float()
+    gate, up = both.chunk(2, 1) if activation == "swiglu" else (both[:, ::2], both[:, 1::2])
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    h = gate * torch.sigmoid(gate) * up if activation == "swiglu" else gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    out = layer.down.product(layer.down.operand_of(h), routing)
+    wanted = (routing.choices(out) * weights[..., None]).sum(1)
+    assert relative(layer(x), wanted) < 0.01
+    assert relative(free(x), wanted) > 0.1
+    with pytest.raises(InvalidInputError, match="activation and limit are for mode='inference'"):
+        mixture(activation=activation, limit=0.5)
+
+
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_mixture_may_be_cast(dtype: torch.dtype, mode: Any) -> None:
