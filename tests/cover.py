@@ -6,6 +6,7 @@ from typing import TypeVar
 from chosen import FAMILIES, make_params
 
 from deep_gemm.arch import SM90
+from deep_gemm.kernels.sm90_fp4_gemm import Fp4Config
 from deep_gemm.params import GemmConfig, KernelParams
 
 Item = TypeVar("Item")
@@ -35,7 +36,8 @@ def features(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
 
 def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     """The features of any kernel: which it is, and among the GEMMs of its operands' dtype its scales, output, groups
-    and epilogue, and each way to work; among helpers of one name their options."""
+    and epilogue, and each way to work; among products of MXFP4 weights their groups, exponents and ways to work; among
+    helpers of one name their options."""
     kinds: dict[str, Hashable] = {name: getattr(params, name) for name in ("scaling", "output", "adds_c", "store")}
     kinds |= {"grouping": params.grouping, "majors": params.majors}
     parts = params.epilogue
@@ -45,6 +47,9 @@ def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
         among = params.dtype
         kinds["shared work"] = config.cluster_m * config.cluster_n > 1, config.cluster_k > 1, config.consumers_k > 1
         kinds["loop"] = config.swap_ab, config.persistent, config.num_consumers, config.num_partials > 1
+    elif isinstance(config, Fp4Config):
+        among = params.kernel, params.dtype
+        kinds |= {"loop": (config.consumers, min(config.cluster, 2)), "exponents": params.options}
     elif params.options:
         kinds |= {"function": params.options[0]}
     return frozenset({(params.kernel,), *((among, kind, value) for kind, value in kinds.items())})
