@@ -27,7 +27,7 @@ def fp8_gemm_nt(
         a: (M, K) E4M3 and its float32 scales. K is a multiple of 16. If K is contiguous, values are read without a
             copy; rows must be 16-byte aligned, with any stride. If M is contiguous instead, a kernel transposes the
             values first, which costs a launch that reads and writes them; ``DG_FORBID_TRANSPOSE=1`` refuses that.
-        b: (N, K) E4M3 and its float32 scales, likewise.
+        b: (N, K) E4M3 and its float32 scales, likewise. With scales of whole rows, a, b or both may be E5M2.
         d: (M, N) bfloat16, float32 or float16, row-major, with any row stride; written in place.
         c: None, or what is added: (M, N) of d's dtype, row-major. It may be d itself (``d += ...``); otherwise it
             shares no memory with d. The sum is rounded once, from float32.

@@ -114,7 +114,7 @@ class KernelParams:
     ``shape`` is (m, n, k), with 0 for each dimension that stays a run-time argument. ``store`` is "tma" if D's rows
     begin at multiples of 16 bytes, as TMA and 16-byte copies need. Otherwise it is "direct": element by element.
 
-    Of a GEMM: ``dtype`` is that of A and B, ``form`` is the BLAS form of A and B ("nt": both are K-major),
+    Of a GEMM: ``dtype`` is `GemmSpec.dtypes`, ``form`` is the BLAS form of A and B ("nt": both are K-major),
     ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``adds_c`` says what adds C:
     "none"; "threads", which read C; or "tma", which adds the product to D in memory. ``grouping`` is as in `GemmSpec`,
     ``segments`` the size of the table of groups, and ``epilogue`` is applied to final sums.

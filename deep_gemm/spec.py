@@ -20,7 +20,7 @@ SCALE_BLOCK = 128
 AMAX_MIN = 1e-4
 """The least magnitude from which casts to FP8 compute a scale by default."""
 
-Dtype: TypeAlias = Literal["e4m3", "bf16", "f16", "f32"]
+Dtype: TypeAlias = Literal["e4m3", "e5m2", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
 Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
 SCALINGS: dict[tuple[Scaling, Scaling], str] = {
@@ -124,6 +124,11 @@ class GemmSpec:
     def form(self) -> str:
         """The BLAS form of A and B: "nt" where both are K-major."""
         return ("n" if self.a.major == "k" else "t") + ("t" if self.b.major == "k" else "n")
+
+    @property
+    def dtypes(self) -> str:
+        """The dtype of A and B, or both of them if they differ: "e5m2_e4m3"."""
+        return self.a.dtype if self.a.dtype == self.b.dtype else f"{self.a.dtype}_{self.b.dtype}"
 
     @property
     def scaling(self) -> str:

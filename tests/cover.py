@@ -44,7 +44,7 @@ def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
     kinds["epilogue"] = bool(parts), parts.is_gated, bool(parts.cast)
     among: Hashable = params.kernel
     if isinstance(config := params.config, GemmConfig):
-        among = params.dtype
+        among = "e4m3" if "e5m2" in params.dtype else params.dtype  # one code, but for the names of types
         kinds["shared work"] = config.cluster_m * config.cluster_n > 1, config.cluster_k > 1, config.consumers_k > 1
         kinds["loop"] = config.swap_ab, config.persistent, config.num_consumers, config.num_partials > 1
     elif isinstance(config, Fp4Config):

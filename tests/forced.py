@@ -30,6 +30,7 @@ COMPILING_THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("P
 ALPHA = 0.5
 """The factor of epilogues that have one."""
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -60,8 +61,9 @@ def spec_of(params: KernelParams, m: int, n: int, k: int, num_sms: int) -> GemmS
         "accumulate": {"none": "none", "threads": "from c", "tma": "in place"}[params.adds_c],
         "epilogue": params.epilogue,
     }
-    if params.dtype == "e4m3":
-        return ops.spec(m, n, k, num_sms, scaling=scaling_of(params), output=params.output, **more)  # type: ignore[arg-type]
+    if params.scaling != "none":
+        more |= {"scaling": scaling_of(params), "dtypes": dtypes_of(params), "output": params.output}
+        return ops.spec(m, n, k, num_sms, **more)
     op = "bf16_gemm_nt" if params.dtype == "bf16" else "fp16_gemm_nt"
     return ops.spec(m, n, k, num_sms, op, majors=params.majors, output=params.output, **more)  # type: ignore[arg-type]
 
@@ -76,6 +78,18 @@ def scaling_of(params: KernelParams) -> Scalings:
     return next(pair for pair, name in SCALINGS.items() if name == params.scaling)  # type: ignore[return-value]
 
 
+def dtypes_of(params: KernelParams) -> tuple[str, str]:
+    """The dtypes of A and of B."""
+    of_a, _, of_b = params.dtype.partition("_")
+    return of_a, of_b or of_a
+
+
+def by_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (rows, K) in an FP8 dtype, and a scale for each row."""
+    sf = x.abs().amax(1, keepdim=True).clamp(1e-4) / torch.finfo(dtype).max
+    return (x / sf).to(dtype), sf
+
+
 def mn_major(sf: Tensor) -> Tensor:
     """Scales (rows, blocks) as TMA reads them, with NaN where there is room to spare."""
     rows, blocks = sf.shape
@@ -87,9 +101,10 @@ def mn_major(sf: Tensor) -> Tensor:
 def operands(params: KernelParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """x (M, K) and y (N, K) as a and b of `force_gemm`, cast by torch; for FP8 with sfa and sfb."""
     found = {}
-    for name, values, kind, major in zip("ab", (x, y), scaling_of(params), params.majors, strict=True):
-        if params.dtype != "e4m3":
-            cast = values.to(DTYPES[params.dtype])
+    each = zip("ab", (x, y), dtypes_of(params), scaling_of(params), params.majors, strict=True)
+    for name, values, dtype, kind, major in each:
+        if params.scaling == "none":
+            cast = values.to(DTYPES[dtype])
             found[name] = cast if major == "k" else cast.t().contiguous().t()
             continue
         if kind == "1x128":
@@ -98,8 +113,7 @@ def operands(params: KernelParams, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         elif kind == "128x128":
             cast, sf = cast_reference.per_block_cast_to_fp8(values, False)
         else:
-            sf = values.abs().amax(1, keepdim=True) / 448
-            cast = (values / sf).to(torch.float8_e4m3fn)
+            cast, sf = by_rows(values, FP8[dtype])
         found |= {name: cast, f"sf{name}": sf}
     return found
 
@@ -108,7 +122,7 @@ def assert_right(params: KernelParams, tensors: Mapping[str, Tensor], c: Tensor 
     """Assert that d is within the bound for the operands of `force_gemm`, and for c if it is added."""
     a, b, d = (tensors[name] for name in "abd")
     c = None if params.adds_c == "none" else c
-    if params.dtype == "e4m3":
+    if params.scaling != "none":
         assert_close_to_exact(d, a, tensors["sfa"], b, tensors["sfb"], c=c, scaling=scaling_of(params))
     else:
         assert_half_close_to_exact(d, a, b, c)
@@ -127,7 +141,7 @@ def force_gemm(
     (N, K), in the layouts of ``params``, d, c if consumers read it, and for FP8 sfa and sfb; scales of 1 x 128 are
     MN-major and aligned."""
     (m, k), n = tensors["a"].shape, tensors["b"].shape[0]
-    if params.dtype != "e4m3" and not fits(params, m, n, k, num_sms):
+    if params.scaling == "none" and not fits(params, m, n, k, num_sms):
         raise ValueError(
             f"{kernels.get(params.kernel).kernel_name(params)} cannot compute {m}x{n}x{k} on {num_sms} SMs."
         )

@@ -79,6 +79,7 @@ LEFT: dict[str, Callable[[str, GemmSpec], bool]] = {
     x: (
         (op == K_BF16 and x.accumulate != "in place") or (
         op in (K_FP8, K_PADDED) and x.d.dtype == "bf16" and x.accumulate != "none")),
+    "E5M2 operands": lambda op, x: "e5m2" in x.dtypes,
     "batches to float32": lambda op, x: x.grouping == "batched" and x.d.dtype == "f32",
     "the sum of a batch to float32 without c, to bfloat16 with c, or with c that is not d": lambda op,
     x: (op == SUM_BF16 and (x.d.dtype, x.accumulate) not in (("f32", "in place"), ("bf16", "none"))),
@@ -112,7 +113,7 @@ def product(rng: random.Random, op: str, card: cards.Card) -> Call:
     an odd address. d and c are a layer's in every other call, and else any that the operation takes. One call in ten
     has some of the SMs, and one is batch invariant. Calls that are refused need no kernel: others are drawn instead."""
     known = ops.table.PRODUCTS[op]
-    wide = known.dtype != "e4m3"
+    wide = not known.is_scaled
     for _ in range(20):
         m, n, k = size(rng, 1, 65536), side(rng, rng.choice((1, 8, 16))), side(rng, 64 if wide else 16)
         groups = size(rng, 1, 256) if known.grouping != "none" else 1

@@ -18,7 +18,6 @@ from deep_gemm.aot import shard as shards
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.inputs import MAX_SIZE, whole
 from deep_gemm.aot.layers import (
-    BATCHED,
     BF16_FP4,
     DENSE_OPS,
     FP4_BLOCK,
@@ -26,9 +25,8 @@ from deep_gemm.aot.layers import (
     FP4_OPS,
     FP8,
     FP8_FP4,
-    FP8_OPS,
-    GROUPED,
     OPS,
+    SCALED_OPS,
     Layer,
     LayerPlan,
 )
@@ -70,7 +68,7 @@ def spec_of(shape: GemmShape, arch: archs.ArchSpec, num_sms: int | None = None, 
 
 def refusal(n: int, k: int, op: str = FP8, groups: int = 1) -> str:
     """Why a call with these weights is refused for every M; "" if it is not."""
-    if k % K_MULTIPLE and op in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
+    if k % K_MULTIPLE and op in SCALED_OPS:
         return (
             f"K must be a multiple of {K_MULTIPLE}, because rows of FP8 are read in pieces of {K_MULTIPLE} bytes. Pad "
             f"the weights with zero columns up to K = {align(k, K_MULTIPLE)}."

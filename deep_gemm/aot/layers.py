@@ -22,10 +22,12 @@ WGRAD = "fp8_gemm_nt_1d1d"
 ROWWISE = "fp8_gemm_nt_rowwise"
 FP8_OPS = (FP8, WGRAD, ROWWISE)
 """With scales of blocks; with those of weight gradients, added to float32; with one scale for each row."""
+E5M2_OPS = tuple(f"{ROWWISE}_{dtypes}" for dtypes in ("e5m2_e4m3", "e4m3_e5m2", "e5m2_e5m2"))
+"""With one scale for each row, and a, b or both in E5M2."""
 OPS = {"bfloat16": "bf16_gemm_nt", "float16": "fp16_gemm_nt", "BF16": "bf16_gemm_nt", "F16": "fp16_gemm_nt"}
 """The operation of a layer by the dtype of its weights, as a config or a checkpoint names it; FP8 for all others."""
 
-DENSE_OPS = (FP8, ROWWISE, *dict.fromkeys(OPS.values()))
+DENSE_OPS = (FP8, ROWWISE, *E5M2_OPS, *dict.fromkeys(OPS.values()))
 """The operations of one product that take an epilogue."""
 
 FORMS = ("contiguous", "contiguous_psum", "masked")
@@ -49,6 +51,9 @@ ABSORBED = "bf16_bhd_hdr_bhr"
 """The same of weights whose N is contiguous: `einsum` of "bhd,hdr->bhr"."""
 BATCHED_OPS = (*BATCHED.values(), ABSORBED)
 
+SCALED_OPS = (*FP8_OPS, *E5M2_OPS, *GROUPED[FP8], BATCHED[FP8])
+"""The operations of two FP8 operands."""
+
 
 def is_masked(op: str) -> bool:
     """Whether M of `op` is the room of each group, of which the first rows are used. Otherwise M is all rows."""
@@ -57,7 +62,7 @@ def is_masked(op: str) -> bool:
 
 def check_op(op: str, grouped: bool = False) -> None:
     """Raises InvalidInputError unless `op` is an operation of layers, or "". `grouped`: it may have groups."""
-    known = dict.fromkeys((*FP8_OPS, *OPS.values(), *((*GROUPED_OPS, *BATCHED_OPS) if grouped else ())))
+    known = dict.fromkeys((*FP8_OPS, *E5M2_OPS, *OPS.values(), *((*GROUPED_OPS, *BATCHED_OPS) if grouped else ())))
     if op and op not in known:
         raise InvalidInputError(f"op must be one of {', '.join(known)}, but it is {op!r}.")
 

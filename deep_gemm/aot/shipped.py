@@ -2,8 +2,9 @@
 
 Nothing here names a kernel. Products come from the table of operations, and their kernels from the families' serving
 sets: whatever the selector prefers, its choice is one of them. A default call uses D as a layer does, or as the table
-says that others do. It has no epilogue, and compiles no sizes in. Its operands may have any layout that there are
-kernels for. A layer's D may have any address; the rows of another D begin at multiples of 16 bytes.
+says that others do. It has no epilogue and no operand in E5M2, and compiles no sizes in. Its operands may have any
+layout that there are kernels for. A layer's D may have any address; the rows of another D begin at multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def kernels_of(arch: str = archs.DEFAULT.name) -> list[KernelParams]:
     """All kernels that ship, those of a family next to each other."""
     spec = archs.get(arch)
     found: dict[KernelParams, None] = {}
-    for op in ops.table.PRODUCTS:
+    for op in (each for each in ops.table.PRODUCTS if each not in ops.ROWWISE_E5M2):
         for asked in specs(op, spec):
             for family, config in ranked(asked, spec):
                 found[family.params(asked, config, spec)] = None

@@ -12,16 +12,14 @@ from deep_gemm.aot import checkpoint, headers, inputs, model
 from deep_gemm.aot.experts import in_groups
 from deep_gemm.aot.inputs import shown
 from deep_gemm.aot.layers import (
-    BATCHED,
     BATCHED_OPS,
     DENSE_OPS,
     FP4_BLOCK,
     FP4_GROUPED_OPS,
     FP4_OPS,
     FP8,
-    FP8_OPS,
-    GROUPED,
     GROUPED_OPS,
+    SCALED_OPS,
     WGRAD,
     Layer,
     LayerPlan,
@@ -82,7 +80,7 @@ class GemmShape:
         if self.op in FP4_OPS:
             of_a = m * k + 4 * m * -(-k // 128) if "fp8" in self.op else 2 * m * k
             return of_a + weights // 2 + weights // FP4_BLOCK + 2 * m * n
-        if self.op not in (*FP8_OPS, *GROUPED[FP8], BATCHED[FP8]):
+        if self.op not in SCALED_OPS:
             return 2 * (m * k + weights + m * n)
         blocks = -(-k // 128)
         if self.op == WGRAD:  # float32, read and written

@@ -22,6 +22,8 @@ SHAPE = (0, 2112, 7168)
 
 
 def _plain_has_own_kernels(spec: GemmSpec) -> str | None:
+    if "e5m2" in (spec.a.dtype, spec.b.dtype) and spec.scaling != "rowwise":
+        return "E5M2 has scales of rows"
     if spec.scaling == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none":
         return "1D2D with bf16 output and without C has kernels of its own"
     return None
@@ -69,13 +71,19 @@ FP8_ROWS = GemmFamily(
     name="sm90_fp8_rows",
     template=Fp8Gemm(by_rows=True),
     serving=serving.FP8_ROWS,
-    dtypes=("e4m3",),
+    dtypes=("e4m3", "e5m2"),
+    mixes=True,
     scalings=("rowwise",),
     outputs=("bf16",),
     accumulates=("none",),
     aligned_d=True,
     label="rows ",
-    varied=(((128, 128), {"shape": SHAPE}),),
+    varied=(
+        ((128, 128), {"shape": SHAPE}),
+        ((128, 128), {"dtype": "e5m2_e4m3"}),
+        ((256, 128), {"dtype": "e4m3_e5m2"}),
+        ((128, 128, (2, 1, 1)), {"dtype": "e5m2"}),
+    ),
 )
 
 FP8_SWAPPED = GemmFamily(
@@ -102,7 +110,8 @@ FP8_SCALED = GemmFamily(
     name="sm90_fp8_scaled",
     template=Fp8Scaled(),
     serving=serving.FP8_SCALED,
-    dtypes=("e4m3",),
+    dtypes=("e4m3", "e5m2"),
+    mixes=True,
     scalings=("1d1d", "1d2d", "rowwise"),
     outputs=("f32", "bf16", "f16", "e4m3"),
     limit=_rows_have_own_kernel,
@@ -124,6 +133,9 @@ FP8_SCALED = GemmFamily(
         ((128, 112), {"scaling": "rowwise"}),
         ((64, 64), {"scaling": "rowwise", "output": "bf16", "store": "direct"}),
         ((128, 128), {"scaling": "rowwise", "output": "bf16", "adds_c": "threads"}),
+        ((128, 112), {"scaling": "rowwise", "dtype": "e5m2_e4m3", "adds_c": "tma"}),
+        ((64, 64), {"scaling": "rowwise", "dtype": "e4m3_e5m2", "output": "bf16", "store": "direct"}),
+        ((128, 128), {"scaling": "rowwise", "dtype": "e5m2", "output": "bf16", "adds_c": "threads"}),
         ((128, 128), {"shape": SHAPE}),
         ((128, 256, (1, 1), 1, 1), {"scaling": "1d2d", "output": "e4m3", "epilogue": "bias:f32+gelu+fp8"}),
         ((64, 128), {"output": "e4m3", "epilogue": "rows+silu+fp8:ue8m0"}),
@@ -134,7 +146,8 @@ FP8_SCALED_SWAPPED = GemmFamily(
     name="sm90_fp8_scaled_swapped",
     template=Fp8ScaledSwapped(),
     serving=serving.FP8_SCALED_SWAPPED,
-    dtypes=("e4m3",),
+    dtypes=("e4m3", "e5m2"),
+    mixes=True,
     scalings=("rowwise", "1d2d"),  # with 1D1D a token's scale and a weight's would both change with each block of K
     outputs=("bf16", "f32", "f16"),
     limit=_plain_has_own_kernels,
@@ -148,6 +161,9 @@ FP8_SCALED_SWAPPED = GemmFamily(
         ((8, 1, 2), {"output": "f16"}),
         ((8, 1, 2), {"store": "direct", "adds_c": "threads"}),
         ((24, 2, 2), {"store": "direct"}),
+        ((64,), {"dtype": "e5m2_e4m3"}),
+        ((16, 4), {"dtype": "e4m3_e5m2", "output": "f32"}),
+        ((8, 1, 2), {"dtype": "e5m2", "store": "direct", "adds_c": "threads"}),
         ((16, 2, 2), {"shape": SHAPE}),
     ),
 )

@@ -38,11 +38,12 @@ def _none(spec: GemmSpec) -> None:
 class GemmFamily(KernelFamily):
     """One family: its ``template``, and the ``serving`` set as arguments of `Template.make`.
 
-    It is built for ``archs``. It takes operands of ``dtypes`` in the ``forms`` and ``scalings``, writes D in
-    ``outputs``, adds C in the ways ``accumulates``, and knows the ``groupings``. ``aligned_d``: only a D whose rows
-    begin at multiples of 16 bytes. ``limit`` refuses more, in a sentence. Names of kernels begin with ``prefix``, if it
-    is given, instead of operands and output, and descriptions of configs with ``label``. Cases are the serving set with
-    ``serving_options``, and ``varied``, as arguments of `config` and of `case`.
+    It is built for ``archs``. It takes operands of ``dtypes``, A and B of one unless it ``mixes`` them, in the
+    ``forms`` and ``scalings``, writes D in ``outputs``, adds C in the ways ``accumulates``, and knows the
+    ``groupings``. ``aligned_d``: only a D whose rows begin at multiples of 16 bytes. ``limit`` refuses more, in a
+    sentence. Names of kernels begin with ``prefix``, if it is given, instead of operands and output, and descriptions
+    of configs with ``label``. Cases are the serving set with ``serving_options``, and ``varied``, as arguments of
+    `config` and of `case`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class GemmFamily(KernelFamily):
     serving: tuple[tuple[Any, ...], ...]
     dtypes: tuple[str, ...]
     outputs: tuple[str, ...]
+    mixes: bool = False
     forms: tuple[str, ...] = ("nt",)
     scalings: tuple[str, ...] = ("none",)
     groupings: tuple[Grouping, ...] = ("none",)
@@ -87,8 +89,9 @@ class GemmFamily(KernelFamily):
         if not isinstance(spec, GemmSpec):
             return "it multiplies matrices"
         a, b, d = spec.a, spec.b, spec.d
-        if a.dtype not in self.dtypes or b.dtype != a.dtype:
-            return f"A and B must both be {' or both '.join(self.dtypes)}, not {a.dtype} and {b.dtype}"
+        if a.dtype not in self.dtypes or b.dtype not in (self.dtypes if self.mixes else (a.dtype,)):
+            known = f"be {' or '.join(self.dtypes)}" if self.mixes else f"both be {' or both '.join(self.dtypes)}"
+            return f"A and B must {known}, not {a.dtype} and {b.dtype}"
         if spec.scaling not in self.scalings:
             known = ", ".join(" and ".join(pair) for pair, name in SCALINGS.items() if name in self.scalings)
             return f"scales of A and B must be {known}, not {a.scaling} and {b.scaling}"
@@ -218,7 +221,7 @@ class GemmFamily(KernelFamily):
             arch=arch,
             store="tma" if spec.d.aligned else "direct",
             shape=(m, n, k),
-            dtype=spec.a.dtype,
+            dtype=spec.dtypes,
             form=spec.form,
             scaling=spec.scaling,
             output=spec.d.dtype,

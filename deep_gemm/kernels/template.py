@@ -19,7 +19,7 @@ from . import groups
 from .base import Argument, Numbers, Strides, Value
 from .features import Costs
 
-BYTES = {"e4m3": 1, "bf16": 2, "f16": 2, "f32": 4}
+BYTES = {"e4m3": 1, "e5m2": 1, "bf16": 2, "f16": 2, "f32": 4}
 
 NAMES = {
     "e4m3": "fp8",
@@ -29,7 +29,7 @@ NAMES = {
     "threads": "add",
     "tma": "reduce",
 }
-"""In names of kernels: dtypes, and ways to add C."""
+"""In names of kernels: dtypes that are called differently there, and ways to add C."""
 
 _HEADS = {
     "none": "",
@@ -174,8 +174,8 @@ class Template(ABC):
 def kernel_name(params: KernelParams, template: Template, prefix: str, tile_prefix: str) -> str:
     """Such as ``fp8_gemm_128x128_s5_p2_c2x1_tma`` or ``m_grouped_bf16_gemm_nt_128x256_s4_masked_g32_tma``."""
     p, c = params, params.gemm
-    head = f"{NAMES[p.dtype]}_gemm"
-    if p.dtype == "e4m3":
+    head = f"{NAMES.get(p.dtype, p.dtype)}_gemm"
+    if p.scaling != "none":
         kind = [prefix or f"{head}_{p.scaling}_{p.output}"]
     else:
         kind = [head, p.form, p.output if p.output != p.dtype else ""]

@@ -83,13 +83,13 @@ def dequantise(
     """The values that an FP8 or MXFP4 tensor and its scales stand for.
 
     Args:
-        x: (rows, columns), E4M3. Or MXFP4: uint8 or int8 (..., N, K / 2), the even k in the low four bits, or gpt-oss's
-            blocks (..., N, K / 32, 16).
+        x: (rows, columns), E4M3 or E5M2. Or MXFP4: uint8 or int8 (..., N, K / 2), the even k in the low four bits, or
+            gpt-oss's blocks (..., N, K / 32, 16).
         sf: (ceil(rows / granularity[0]), ceil(columns / granularity[1])), float32, of any strides. Of MXFP4
             (..., N, K / 32): float8_e8m0fnu, uint8 exponents or float32 powers of two. Or (..., N, ceil(K / 128)):
             int32 with four exponents each.
         granularity: the size of the block that shares a scale: (1, 128) unless given, and (1, 32) for MXFP4.
-        dtype: the type of the result, and for E4M3 of the multiplication. MXFP4 is exact in float64, and in float32 and
+        dtype: the type of the result, and for FP8 of the multiplication. MXFP4 is exact in float64, and in float32 and
             bfloat16 too, except that values from 2^128 on are infinite.
 
     Raises InvalidInputError, which names the argument.
@@ -114,12 +114,13 @@ def dequantise(
     granularity = (1, SCALE_BLOCK) if granularity is None else granularity
     swapped = (x.dtype, sf.dtype) == (torch.float32, torch.float8_e4m3fn)
     for name, tensor, wanted, instead in (
-        ("x", x, torch.float8_e4m3fn, "Only values of E4M3 have scales."),
-        ("sf", sf, torch.float32, "Call .float() on it."),
+        ("x", x, (torch.float8_e4m3fn, torch.float8_e5m2), "Only values of FP8 have scales."),
+        ("sf", sf, (torch.float32,), "Call .float() on it."),
     ):
-        if tensor.dtype != wanted:
+        if tensor.dtype not in wanted:
             instead = "Swap the two: values come first, then their scales." if swapped else instead
-            raise InvalidInputError(f"{name} must be a tensor of {wanted}, but it is {described(tensor)}. {instead}")
+            listed = " or ".join(map(str, wanted))
+            raise InvalidInputError(f"{name} must be a tensor of {listed}, but it is {described(tensor)}. {instead}")
     if x.device != sf.device:
         raise InvalidInputError(f"sf must be on the device of x, {x.device}, but it is on {sf.device}.")
     if not (isinstance(granularity, Sequence) and len(granularity) == 2 and all(_is_whole(g, 1) for g in granularity)):

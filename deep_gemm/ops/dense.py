@@ -92,10 +92,10 @@ class Dense(Gemm):
         """Check a (M, K) and b (N, K), without their scales."""
         for name in ("a", "b"):
             if self.is_scaled:
-                scales.check_values(name, named[name])
+                scales.check_values(name, named[name], or_e5m2=self.product.grouping == "none")
                 continue
             other = _TAKES.get(dtype := named[name].dtype)
-            if dtype == torch.float8_e4m3fn:
+            if dtype in (torch.float8_e4m3fn, scales.E5M2):
                 other = "fp8_gemm_nt, with scales,"
             instead = f" {other} takes {dtype}." if other else f" Pass {name}.to({self.dtype})."
             self.check_dtype(name, named[name], self.called(form), instead)

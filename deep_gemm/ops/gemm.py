@@ -309,6 +309,7 @@ class Gemm(KernelOperation):
             expected_m=x.expected_m,
             scaling=x.scaling,
             majors=majors,
+            dtypes=(DTYPES[x.tensors["a"].dtype], DTYPES[x.tensors["b"].dtype]),
             output=DTYPES[x.tensors["d"].dtype],
             accumulate=x.accumulate,
             epilogue=x.epilogue,

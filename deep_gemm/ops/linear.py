@@ -13,12 +13,13 @@ from torch import Tensor
 from deep_gemm.runtime.calls import Parameter, make_entry
 
 from ..errors import InvalidInputError
+from ..parts import PARTS
 from ..spec import Blocks
 from .chain import Chain, Layout, Link, Links, Named, pair
 from .dense import Dense
 from .layouts import TMA_BYTES
 from .quantize import INPUTS, Quantize
-from .table import DTYPES, FP8
+from .table import DTYPES, FP8, TORCH
 
 RECIPES: dict[Blocks, tuple[int, int, int]] = {"column": (1, 1, 128), "tile": (1, 128, 128)}
 """The recipe of a weight gradient by the blocks of the layer's input that share a scale in it."""
@@ -26,6 +27,9 @@ RECIPES: dict[Blocks, tuple[int, int, int]] = {"column": (1, 1, 128), "tile": (1
 _WRITTEN: tuple[tuple[str, ...], ...] = ("plain",), ("transposed",), ("plain", "transposed")
 _CASTS = {names: Quantize(names) for names in _WRITTEN}
 _PRODUCT, _ADDED, _BIASED = Dense(FP8), Dense(FP8, accumulates=True), Dense(FP8, epilogue_tensors=("bias",))
+
+_BIASES = [TORCH[dtype] for part in PARTS if part.name == "bias" for dtype in part.dtypes]
+"""The dtypes of a bias."""
 
 _BLOCKS = Parameter("blocks", "Blocks", "column", choices=tuple(RECIPES))
 
@@ -172,8 +176,8 @@ class Backward(Chain):
 
 
 def _dtype_of(bias: Tensor) -> str:
-    if bias.dtype not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
+    if bias.dtype not in _BIASES:
+        known = ", ".join(map(str, _BIASES))
         raise InvalidInputError(f"bias must be one of {known}, but it is {bias.dtype}. Pass bias.float().")
     return DTYPES[bias.dtype]
 

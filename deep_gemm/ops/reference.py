@@ -243,8 +243,8 @@ def exact_product(
 ) -> Tensor:
     """The product of the dequantised operands in float64, shape (M, N).
 
-    a (M, K) and b (N, K) are E4M3; sfa and sfb are float32 with the shapes that `fp8_gemm_nt` takes. It is called exact
-    because a product of two E4M3 values and two float32 scales has at most 56 significant bits: its error is some 2^-53
+    a (M, K) and b (N, K) are FP8; sfa and sfb are float32 with the shapes that `fp8_gemm_nt` takes. It is called exact
+    because a product of two FP8 values and two float32 scales has at most 56 significant bits: its error is some 2^-53
     times the sum of the magnitudes, far below the rounding of a GPU kernel. ``elementwise`` is applied to the
     dequantised operands first: torch.abs and torch.square give bounds on errors.
     """

@@ -29,6 +29,12 @@ _PACKED_SCALES = frozenset(
     dtype for name in ("int32", "uint8", "float8_e8m0fnu") if (dtype := getattr(torch, name, None)) is not None
 )
 
+E5M2 = torch.float8_e5m2
+_TO_E4M3 = (
+    "Cast it to E4M3 instead: deep_gemm.quantize.rows returns values and a scale for each 128 of a row, which keep the "
+    "range of gradients."
+)
+
 
 def check_recipe(recipe: Any, recipe_a: Any = None, recipe_b: Any = None) -> Scalings | None:
     """The scalings that a recipe asks for, in any of its forms; None if no recipe is given."""
@@ -80,8 +86,8 @@ def check_granularities(name: str, recipe: Any, length: int) -> tuple[int, ...]:
     return tuple(recipe)
 
 
-def check_e4m3(name: str, x: Tensor) -> None:
-    """Refuse values that are not E4M3."""
+def check_e4m3(name: str, x: Tensor, or_e5m2: bool = False) -> None:
+    """Refuse values that are not E4M3. ``or_e5m2``: E5M2 is right too."""
     if x.dtype in FP4_CARRIERS:
         takes = (
             "fp8_fp4_gemm_nt and its forms in groups multiply MXFP4 weights" if name == "b" else "b alone may be MXFP4"
@@ -90,12 +96,12 @@ def check_e4m3(name: str, x: Tensor) -> None:
             f"{name} is {x.dtype}, as packed FP4 operands are: {takes}. "
             "Pass torch.float8_e4m3fn; bytes that are E4M3 with .view(torch.float8_e4m3fn)."
         )
-    if x.dtype == torch.float8_e5m2:
+    if x.dtype == E5M2:
+        if or_e5m2:
+            return
         raise UnsupportedError(
-            f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}, which no kernel of this version "
-            "multiplies. Cast gradients to E4M3 instead: deep_gemm.quantize.rows returns values and a scale for each "
-            "128 of a row, which keep their range. Or pass .bfloat16(), which is exact, to bf16_gemm_nt: scales of "
-            "rows of a, and of tensors, are row_factor and alpha of its epilogue."
+            f"{name} must be torch.float8_e4m3fn (E4M3), but it is {x.dtype}, which only fp8_gemm_nt and its forms "
+            f"multiply, with scales of rows or of whole tensors. {_TO_E4M3}"
         )
     if x.dtype != torch.float8_e4m3fn:
         cast = "per_block_cast_to_fp8" if name == "b" else "per_token_cast_to_fp8"
@@ -130,13 +136,32 @@ def check_dense(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings
     a, sfa, b, sfb = (named[name] for name in ("a", "the scales of a", "b", "the scales of b"))
     check_scales_dtype("a", sfa)
     check_scales_dtype("b", sfb)
+    if E5M2 in (a.dtype, b.dtype):
+        return _check_e5m2(named, asked)
     return _check_scales(sfa, sfb, a.shape[0], b.shape[0], ceil_div(a.shape[1], SCALE_BLOCK), asked)
 
 
-def check_values(name: str, x: Tensor) -> None:
-    """Check A or B: E4M3, and K-major with strides that TMA allows, or MN-major and transposed later."""
+def _check_e5m2(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
+    """Refuse a product of E5M2 whose scales are not those of rows. Scales that are also blocks' mean the same."""
+    sizes = {name: named[name].shape[0] for name in ("a", "b")}
+    scales = {name: named[f"the scales of {name}"] for name in sizes}
+    if asked is None and all(whole_rows(scales[name], rows) for name, rows in sizes.items()):
+        return WHOLE_ROWS
+    name = next(name for name in sizes if named[name].dtype == E5M2)
+    given = "a recipe asks for scales of blocks"
+    if asked is None:
+        given = f"the scales of a and b have the shapes {shape_of(scales['a'])} and {shape_of(scales['b'])}"
+    raise UnsupportedError(
+        f"{name} is {E5M2}. It is multiplied with one scale for all of a, or one for each row, ({sizes['a']}, 1), and "
+        f"likewise for b, ({sizes['b']}, 1), without a recipe. But {given}. {_TO_E4M3}"
+    )
+
+
+def check_values(name: str, x: Tensor, or_e5m2: bool = False) -> None:
+    """Check A or B: E4M3, or E5M2 if it is allowed, and K-major with strides that TMA allows, or MN-major and
+    transposed later."""
     rows, k = x.shape
-    check_e4m3(name, x)
+    check_e4m3(name, x, or_e5m2)
     checks.check_sizes(name, x)
     check_k(k, f"{name} is {shape_of(x)}")
     if rows == 0 or k == 0 or is_k_major(x):

@@ -16,6 +16,7 @@ from ..spec import Accumulate, Dtype, GemmSpec, Grouping, Major, Operand
 
 DTYPES: dict[torch.dtype, Dtype] = {
     torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
     torch.bfloat16: "bf16",
     torch.float16: "f16",
     torch.float32: "f32",
@@ -43,7 +44,8 @@ class Product:
     """What an operation multiplies. The first of ``outputs``, the dtypes of d, is that of a model's layers; so are
     ``scaling``, ``majors`` and ``accumulate``, which calls may change. ``helpers`` are kernels that may run before it:
     they copy, transpose or cast operands. ``forms`` are the layouts of a and b in the names of public functions.
-    ``others`` are the uses of d, besides a layer's, that engines and training frameworks have."""
+    ``others`` are the uses of d, besides a layer's, that engines and training frameworks have. b has the ``dtype`` of
+    a, or ``dtype_of_b``."""
 
     dtype: Dtype
     outputs: tuple[Dtype, ...]
@@ -54,11 +56,17 @@ class Product:
     helpers: tuple[str, ...] = ()
     forms: tuple[str, ...] = ("nt",)
     others: tuple[Use, ...] = ()
+    dtype_of_b: Dtype | None = None
 
     @property
     def uses(self) -> tuple[Use, ...]:
         """A layer's use of d first."""
         return Use(self.outputs[0], self.accumulate), *self.others
+
+    @property
+    def dtypes(self) -> tuple[Dtype, Dtype]:
+        """Those of a and of b."""
+        return self.dtype, self.dtype_of_b or self.dtype
 
     @property
     def is_scaled(self) -> bool:
@@ -77,6 +85,10 @@ WGRAD = "fp8_gemm_nt_1d1d"
 
 ROWWISE = "fp8_gemm_nt_rowwise"
 """`fp8_gemm_nt` with one scale for each row of a and of b."""
+
+E5M2: tuple[tuple[Dtype, Dtype], ...] = (("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"))
+ROWWISE_E5M2 = {f"{ROWWISE}_{of_a}_{of_b}": (of_a, of_b) for of_a, of_b in E5M2}
+"""The same with a, b or both in E5M2, as gradients are."""
 
 M_FP8, M_FP8_MASKED = "m_grouped_fp8_gemm_nt_contiguous", "m_grouped_fp8_gemm_nt_masked"
 M_BF16, M_BF16_MASKED = "m_grouped_bf16_gemm_nt_contiguous", "m_grouped_bf16_gemm_nt_masked"
@@ -133,6 +145,10 @@ PRODUCTS: dict[str, Product] = {
         others=_NEW_GRADIENT,
     ),
     ROWWISE: Product("e4m3", _OF_FP8, WHOLE_ROWS, helpers=_TRANSPOSES),
+    **{
+        name: Product(of_a, _OF_FP8, WHOLE_ROWS, helpers=_TRANSPOSES, dtype_of_b=of_b)
+        for name, (of_a, of_b) in ROWWISE_E5M2.items()
+    },
     BF16: Product("bf16", ("bf16", "f32"), helpers=("copy_rows",), forms=_FORMS, others=(_ROUTER, _MAIN_GRAD)),
     FP16: Product("f16", ("f16", "f32"), helpers=("copy_rows",), forms=_FORMS),
     M_FP8: _by_m("e4m3", "contiguous"),
@@ -171,6 +187,7 @@ def spec(
     expected_m: int = 0,
     scaling: Scalings | None = None,
     majors: tuple[Major, Major] | None = None,
+    dtypes: tuple[Dtype, Dtype] | None = None,
     output: Dtype | None = None,
     accumulate: Accumulate | None = None,
     epilogue: Parts | str = "none",
@@ -181,19 +198,20 @@ def spec(
 
     What is None is as in a layer's call with freshly allocated tensors. ``m`` are all rows of A, in the masked form
     those of one group; ``k`` is the sum over all groups along K. ``alignment`` is for groups along M, ``expected_m``
-    for the masked form. ``aligned`` says whether TMA can write D (and read C). An epilogue may be its text. Raises
-    KeyError for an unknown operation.
+    for the masked form. ``dtypes`` are those of a and b. ``aligned`` says whether TMA can write D (and read C). An
+    epilogue may be its text. Raises KeyError for an unknown operation.
     """
     product = PRODUCTS[op]
     (of_a, of_b), (major_a, major_b) = scaling or product.scaling, majors or product.majors
+    dtype_a, dtype_b = dtypes or product.dtypes
     output = output or product.outputs[0]
     fresh = n % (4 if output == "f32" else 8) == 0  # rows that start at multiples of 16 bytes
     return GemmSpec(
         m=m,
         n=n,
         k=k,
-        a=Operand(product.dtype, major_a, of_a),
-        b=Operand(product.dtype, major_b, of_b),
+        a=Operand(dtype_a, major_a, of_a),
+        b=Operand(dtype_b, major_b, of_b),
         d=Operand(output, "mn", "1x128" if output == "e4m3" else "none", fresh if aligned is None else aligned),
         num_sms=num_sms,
         whole_gpu=whole_gpu,

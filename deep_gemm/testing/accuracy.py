@@ -53,7 +53,7 @@ def accumulation_bound(
 ) -> Tensor:
     """E of this module's docstring for each element, (M, N) float64.
 
-    a (M, K), b (N, K) E4M3; sfa and sfb float32, of the shapes that `fp8_gemm_nt` takes with ``scaling``.
+    a (M, K), b (N, K) FP8; sfa and sfb float32, of the shapes that `fp8_gemm_nt` takes with ``scaling``.
 
     >>> a, b, _, _ = deep_gemm.testing.random_operands(8, 128, 256, "cpu")
     >>> deep_gemm.testing.accumulation_bound(*a, *b).shape

@@ -4,6 +4,8 @@ import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from chosen import FAMILIES, PLAIN, SWAPPED, case, find_config, make_params
@@ -11,6 +13,7 @@ from house import unlike_the_record
 from kernel_builds import (
     Builds,
     Built,
+    build_all,
     builds_of,
     each_of,
     for_nvcc,
@@ -18,6 +21,7 @@ from kernel_builds import (
     kept_operands,
     loaded_maps,
     moves_to_uniform,
+    open_compiler,
     starts_before_it_stores,
     static_shared,
     stores_by_tma,
@@ -134,6 +138,21 @@ def test_the_gemm_is_made_of_the_instructions_it_asks_for(built: Built, params: 
     assert ("USETMAXREG" in built.sass) == (int(fields["consumer_registers"]) > 0)
     threads = int(fields["num_threads"]) * int(fields["min_ctas"])
     assert built.binary.resources.registers * threads <= 65536
+
+
+@each(params for params in CASES if "e5m2" in params.dtype)
+def test_code_for_e5m2_is_that_for_e4m3_but_for_the_types_of_products(
+    built: Built, kind: str, params: KernelParams, tmp_path: Path
+) -> None:
+    twin = replace(params, dtype="e4m3")
+    with build_all(open_compiler(kind), tmp_path, [twin]) as found:
+        other = found[twin].result()
+    of_a, _, of_b = params.dtype.upper().partition("_")
+    types = (of_b or of_a, of_a) if params.gemm.swap_ab else (of_a, of_b or of_a)
+    wanted = f"QGMMA.64x{kernels.get(params.kernel).fields(params)['mma_n']}x32.F32.{'.'.join(types)}"
+    assert set(re.findall(r"\bQGMMA\.\S+", built.sass)) == {wanted}
+    assert instructions(re.sub(r"(QGMMA\.\S+\.F32)\.\S+", r"\1.E4M3.E4M3", built.sass)) == instructions(other.sass)
+    assert built.binary.resources == other.binary.resources
 
 
 def takes_turns(params: KernelParams) -> bool:

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from forced import DTYPES
+from forced import DTYPES, FP8, by_rows
 from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm.ops import cast_reference
 from deep_gemm.ops.reference import exact_product
+from deep_gemm.ops.table import E5M2
 from deep_gemm.runtime import engine
 from deep_gemm.spec import SCALINGS, Scaling, TransposeBytesSpec, align, ceil_div
 from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded_copy, integer_operands
@@ -19,26 +20,29 @@ from deep_gemm.testing import assert_close_to_exact, calc_diff, guarded, guarded
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 E4M3 = torch.float8_e4m3fn
 KINDS: dict[str, tuple[Scaling, Scaling]] = {kind: pair for pair, kind in SCALINGS.items() if kind != "none"}
-RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None}
+OF_E5M2 = {f"rowwise {of_a} {of_b}": (of_a, of_b) for of_a, of_b in E5M2}
+KINDS |= dict.fromkeys(OF_E5M2, ("row", "row"))
+RECIPES: dict[str, Any] = {"1d1d": (1, 1, 128), "1d2d": (1, 128, 128), "rowwise": None, **dict.fromkeys(OF_E5M2)}
 
 
 def normal(rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, columns, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed))
 
 
-def operand(x: torch.Tensor, scaling: Scaling) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (rows, K) in E4M3, with scales of this kind."""
+def operand(x: torch.Tensor, scaling: Scaling, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (rows, K) in FP8, with scales of this kind; E5M2 has those of rows."""
     if scaling == "1x128":
         return cast_reference.per_token_cast_to_fp8(x, False)
     if scaling == "128x128":
         return cast_reference.per_block_cast_to_fp8(x, False)
-    sf = x.abs().amax(1, keepdim=True).clamp(1e-4) / 448
-    return (x / sf).to(E4M3), sf
+    return by_rows(x, FP8[dtype])
 
 
 @functools.cache
 def data(kind: str, m: int, n: int, k: int) -> tuple[Any, Any]:
-    return operand(normal(m, k, m + k), KINDS[kind][0]), operand(normal(n, k, n + k), KINDS[kind][1])
+    dtypes = OF_E5M2.get(kind, ("e4m3", "e4m3"))
+    both = zip((m, n), KINDS[kind], dtypes, strict=True)
+    return tuple(operand(normal(rows, k, rows + k), scaling, dtype) for rows, scaling, dtype in both)  # type: ignore[return-value]
 
 
 FORMS = ("nt", "nn", "tn", "tt")

@@ -28,7 +28,8 @@ CLASSES["heads"] = SkipHeadMid
 FUNCTIONS: dict[str, KernelOperation] = {
     name.replace("_nt", f"_{form}"): CLASSES[product.grouping](name)
     for name, product in PRODUCTS.items()
-    if name not in (table.WGRAD, table.ROWWISE, table.ABSORBED) and product.grouping not in ("psum", "summed")
+    if name not in (table.WGRAD, table.ROWWISE, *table.ROWWISE_E5M2, table.ABSORBED)
+    and product.grouping not in ("psum", "summed")
     for form in product.forms
 }
 

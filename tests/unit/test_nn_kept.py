@@ -268,6 +268,7 @@ def forward(**changed: Any) -> None:
         ({"x": matrix(32, 128).double()}, "x must be one of torch.bfloat16"),
         ({"y": matrix(32, 80)}, "d must have the shape"),
         ({"bias": torch.zeros(64).double()}, "bias must be one of .* but it is torch.float64. Pass bias.float"),
+        ({"bias": torch.zeros(64).to(torch.float8_e4m3fn)}, "bias must be one of torch.float32, .* is torch.float8"),
         ({"weight": matrix(64, 144)}, r"weight must have 128 columns, as x does, but it is \(64, 144\)"),
     ],
 )

@@ -238,6 +238,8 @@ FORMS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
     "1D1D": ("fp8_gemm", (FP8_ONES[0], SCALES[0], FP8_ONES[1], SCALES[1], ONES[0], ONES[0]),
         {"recipe": [1, 1, 128], "form": "nt"}),
     "rowwise": ("fp8_gemm", (FP8_ONES[0], SCALES[0][:, :1], FP8_ONES[1], SCALES[1][:, :1], HALF_ONES), {"form": "nt"}),
+    "E5M2": ("fp8_gemm", (ONES[0].to(torch.float8_e5m2), torch.ones(()), FP8_ONES[1], torch.ones(1), HALF_ONES),
+        {"form": "nt"}),
     "tn": ("bf16_gemm", (BF16_ONES[0].t(), BF16_ONES[1].t(), HALF_ONES), {"form": "tn"}),
     "ends of groups": ("m_grouped_bf16_gemm_contiguous",
         (BF16_ONES[0], torch.stack([BF16_ONES[1]] * 2), HALF_ONES, torch.tensor([8, 200], dtype=torch.int32)),

@@ -17,7 +17,18 @@ from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, preco
 import deep_gemm
 from deep_gemm import Epilogue, ops, quantize, select
 from deep_gemm.aot import build, inputs, workload
-from deep_gemm.aot.layers import ABSORBED, BATCHED, BATCHED_OPS, FP4_GROUPED, FP8, FP8_OPS, GROUPED_OPS, OPS, Layer
+from deep_gemm.aot.layers import (
+    ABSORBED,
+    BATCHED,
+    BATCHED_OPS,
+    E5M2_OPS,
+    FP4_GROUPED,
+    FP8,
+    FP8_OPS,
+    GROUPED_OPS,
+    OPS,
+    Layer,
+)
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.cli.app import app
@@ -409,7 +420,7 @@ BF16, FP16 = "bf16_gemm_nt", "fp16_gemm_nt"
 
 
 def test_operations_are_those_that_exist() -> None:
-    assert {*FP8_OPS, *OPS.values(), *GROUPED_OPS, *BATCHED_OPS} == set(ops.NAMES)
+    assert {*FP8_OPS, *E5M2_OPS, *OPS.values(), *GROUPED_OPS, *BATCHED_OPS} == set(ops.NAMES)
     assert ops.PRODUCTS[ABSORBED].majors == ("k", "mn")
     for alone, each in BATCHED.items():
         assert (ops.PRODUCTS[each].grouping, ops.PRODUCTS[each].dtype) == ("batched", ops.PRODUCTS[alone].dtype)

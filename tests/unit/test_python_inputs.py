@@ -26,7 +26,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
     ("arguments", "words"),
     [
         ((X.view(torch.uint8), SF), r"sf must have the shape \(4, 16\) .* pass x.view\(torch.float8_e4m3fn\)"),
-        ((X.float(), SF), "x must be"), ((torch.ones(4, 256).to(torch.float8_e5m2), SF), "x must be"),
+        ((X.float(), SF), "x must be"), ((torch.ones(4, 256).to(torch.float8_e5m2), SF.int()), "sf must be"),
         ((X[0], SF), "x must have 2 dimensions"), ((None, SF), "x must be .* NoneType"), ((X, None), "sf must be"),
         ((X, SF.bfloat16()), "sf must be"), ((X, SF.int()), "sf must be"), ((X, SF.to("meta")), "device of x"),
         ((X, SF[0]), "2 dimensions"), ((X, SF, (0, 128)), "granularity must be"),

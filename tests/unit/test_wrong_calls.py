@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "FP8 for bfloat16": (half(a=by_token(M, K)[0]), "fp8_gemm_nt, with scales, takes torch.float8_e4m3fn."),
     "E5M2": (
         fp8(xb=bf16(N, K).to(torch.float8_e5m2)),
-        "are row_factor and alpha of its epilogue.",
+        "a scale for each 128 of a row, which keep the range of gradients.",
     ),
     "bytes of E4M3": (fp8(xa=by_token(M, K)[0].view(torch.uint8)), "E4M3 with .view(torch.float8_e4m3fn)."),
     # scales and recipes
@@ -171,7 +171,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "Swap the two: values come first, then their scales.",
     ),
     "dequantise, blocks": (lambda: deep_gemm.dequantise(*by_block(N, K)), "They fit granularity=(128, 128)."),
-    "dequantise, no E4M3": (lambda: deep_gemm.dequantise(bf16(M, K), SCALES[1]), "Only values of E4M3 have scales."),
+    "dequantise, no E4M3": (lambda: deep_gemm.dequantise(bf16(M, K), SCALES[1]), "Only values of FP8 have scales."),
     "dequantise, a number": (
         lambda: deep_gemm.dequantise(by_token(M, K)[0], 0.5),  # type: ignore[arg-type]
         "sf must be a torch.Tensor, but it is of type float.",

@@ -252,7 +252,8 @@ def _map_d(
 def boxes(spec: GemmSpec, operand: Operand, name: str, strides: Strides, asked: GemmSpec | None = None) -> Boxes:
     """A function of the rows of a box that returns the tensor map of an operand with such boxes. MN-major boxes always
     have 64 rows. ``asked`` is the spec of the call, if ``spec`` has the sizes of all groups together."""
-    size, dtype = BYTES[operand.dtype], "u8" if operand.dtype == "e4m3" else operand.dtype
+    size = BYTES[operand.dtype]
+    dtype = "u8" if size == 1 else operand.dtype
     rows, k = spec.m if name == "a" else spec.n, spec.k
     *products, row, column = strides[name]
     k_major = operand.major == "k"

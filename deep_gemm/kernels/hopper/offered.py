@@ -12,6 +12,7 @@ from ...params import GemmConfig
 from ...spec import GemmSpec, ceil_div
 from .. import groups
 from ..features import ctas
+from ..template import BYTES
 
 MOST_TOKENS = 64
 """16-bit tiles for few rows of A are offered up to this M. Above, swap-AB tiles of any height are."""
@@ -36,7 +37,7 @@ _LITTLE_PADDING = 1.15
 
 def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int, ...]) -> list[GemmConfig]:
     """The configs for few rows of A whose height suits M; ``sizes`` are the heights in the serving set."""
-    if spec.a.dtype != "e4m3" and spec.m > MOST_TOKENS:
+    if BYTES[spec.a.dtype] > 1 and spec.m > MOST_TOKENS:
         return []
     chosen = suitable(spec.m, sizes)
     return [config for config in configs if config.block_m in chosen]

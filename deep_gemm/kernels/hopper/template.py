@@ -15,7 +15,7 @@ from .. import groups
 from ..base import Argument, Numbers, Strides, Value
 from ..features import Costs
 from ..gemm_features import LINE_BYTES
-from ..template import Constants, Grid, Template
+from ..template import BYTES, Constants, Grid, Template
 from . import ffma_bursts, launch, offered
 from .launch import Boxes
 from .loads import left, operand_maps
@@ -48,8 +48,6 @@ _CONSTANTS = {
     "heads": "kHeads",
 }
 """In device code: scalings, elements of D, ways to add C, and forms of groups."""
-
-_MMA_TYPES = {"e4m3": "k32.f32.e4m3.e4m3", "bf16": "k16.f32.bf16.bf16", "f16": "k16.f32.f16.f16"}
 
 
 class HopperTemplate(Template):
@@ -123,8 +121,8 @@ class HopperTemplate(Template):
             **{f"shape_{letter}": size for letter, size in zip("mnk", p.shape, strict=True)},
             "tma_store": p.store == "tma",
             "mma_n": self.mma_n(c),
-            "mma_types": _MMA_TYPES[p.dtype],
-            "mma_majors": "" if p.dtype == "e4m3" else "".join(f", {int(major == 'mn')}" for major in majors),
+            "mma_types": mma_types(p.dtype, c.swap_ab),
+            "mma_majors": "" if p.scaling != "none" else "".join(f", {int(major == 'mn')}" for major in majors),
             "step_a": steps[majors[0]],
             "step_b": steps[majors[1]],
             **{name: own[name] for name in self.constant_names},
@@ -199,6 +197,13 @@ class HopperTemplate(Template):
     def clusters(self, config: GemmConfig, tiles: int, slots: int) -> int:
         """Clusters of a persistent launch, where ``slots`` can be resident."""
         return min(tiles, slots)
+
+
+def mma_types(dtype: str, swap_ab: bool) -> str:
+    """K of one wgmma, and the dtypes of its sums and operands, for A and B of ``dtype`` (see `GemmSpec.dtypes`)."""
+    a, _, b = dtype.partition("_")
+    operands = (b or a, a) if swap_ab else (a, b or a)
+    return ".".join((f"k{32 // BYTES[a]}", "f32", *operands))
 
 
 def stages_that_fit(arch: ArchSpec, config: GemmConfig, rest: int, stage: int) -> int:
