@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm import arch
+from deep_gemm.expression import Expression
 from deep_gemm.kernels.portable import PORTABLE
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
@@ -17,6 +18,10 @@ SMS = 3
 """Fewer than tiles, so that CTAs have several."""
 ALL = "alpha+rows+bias:f32+relu+residual"
 """An epilogue whose steps are exact."""
+
+
+OWN = Expression("own", "return x * (column > row ? v : w);", ("v",), ("w",))
+"""A user's expression of the place, a vector of rows and one of columns."""
 
 
 class Run(Protocol):
@@ -113,6 +118,11 @@ def check_dense(run: Run, m: int, n: int, k: int, backwards: bool = False) -> No
         exact = exact + operands["bias"].double()
     if parts.activation == "relu":
         exact = exact.relu()
+    if parts.expression == OWN:
+        v, w = (torch.randint(-9, 9, (count,)).float() for count in (m, n))
+        operands |= {"vector_0": v, "vector_1": w}
+        later = torch.arange(n) > torch.arange(m)[:, None]
+        exact = exact * torch.where(later, v[:, None], w[None]).double()
     if parts.residual:
         operands["residual"] = integers(m, n, p.output, padding=8 if aligned else 3)
         exact = exact + operands["residual"].double()

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from emulation import Emulated
-from mma_cases import ALL, case, check_dense, check_groups, dense_spec, memory
+from mma_cases import ALL, OWN, case, check_dense, check_groups, dense_spec, memory
 
 from deep_gemm import kernels
 from deep_gemm.params import KernelParams
-from deep_gemm.parts import parse
+from deep_gemm.parts import Parts, parse
 
 Make = Callable[..., Emulated]
 
@@ -55,8 +55,9 @@ def test_layouts_and_edges(make: Make, form: str, sizes: tuple[int, int, int]) -
         {"output": "f32", "adds_c": "threads", "store": "direct"},
         {"adds_c": "threads", "epilogue": ALL},
         {"dtype": "f16", "output": "f16", "store": "direct", "epilogue": ALL.replace("f32", "bf16")},
+        {"output": "f32", "epilogue": str(Parts(alpha=True, expression=OWN))},
     ],
-    ids=lambda options: "-".join(options.values()),
+    ids=lambda options: "-".join(options.values()).split(" ")[0],
 )
 def test_outputs(make: Make, options: dict[str, Any]) -> None:
     text = options.get("epilogue")
