@@ -1,14 +1,13 @@
 """The kernels of a file's tests, compiled side by side and not one by one in first calls, which takes minutes."""
 
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from chosen import kernel_name
-from forced import COMPILING_THREADS
+from forced import compile_for_calls
 
 from deep_gemm import arch, kernels
 from deep_gemm.params import Config, KernelParams
@@ -60,8 +59,7 @@ def built(wanted: Iterable[KernelParams]) -> Iterator[None]:
         return load(params, device, what)
 
     if torch.cuda.is_available():
-        with ThreadPoolExecutor(COMPILING_THREADS) as pool:
-            list(pool.map(engine.build, known))
+        compile_for_calls(known)
     with mock.patch.object(engine, "load", watched):
         yield
     assert not others, f"not compiled before: {sorted(map(kernel_name, others))}"

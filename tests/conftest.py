@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
+    os.environ.setdefault("COMPILING_LOCKS", scratch.name)  # of the first process; see `forced.compile_all`
     config.stash[SCRATCH] = scratch
     config.stash[MESSAGES] = os.fdopen(os.dup(2), "w")  # stderr, which is captured during a test
     if hasattr(config.option, "loadscopereorder"):

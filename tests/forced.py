@@ -1,10 +1,13 @@
 """One config, built, loaded and launched directly, without validation and the selector."""
 
+import fcntl
 import os
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -25,14 +28,15 @@ from deep_gemm.settings import settings
 from deep_gemm.spec import SCALINGS, GemmSpec, QuantizeSpec, align
 from deep_gemm.testing import Operand, assert_close_to_exact, assert_half_close_to_exact
 
-COMPILING_THREADS = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
-"""All processes of a run that is side by side compile as many kernels at a time as there are cores."""
+CORES = len(os.sched_getaffinity(0))
 ALPHA = 0.5
 """The factor of epilogues that have one."""
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def nvrtc() -> Compiler:
@@ -41,12 +45,41 @@ def nvrtc() -> Compiler:
         return choose()
 
 
+def compile_all(build: Callable[[T], R], jobs: Iterable[T], pool: ThreadPoolExecutor) -> list[Future[R]]:
+    """What ``build`` makes of each job. All processes of a run that is side by side compile as many kernels at a time
+    as there are cores: each compilation holds the lock of one of as many files in ``COMPILING_LOCKS``."""
+    locks = os.environ.get("COMPILING_LOCKS")
+
+    def one(job: T) -> R:
+        while locks is not None:
+            for core in range(CORES):
+                with Path(locks, f"compiling{core}").open("w") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    return build(job)
+            time.sleep(0.02)
+        return build(job)
+
+    return [pool.submit(one, job) for job in jobs]
+
+
 @contextmanager
 def compiled(jobs: Iterable[tuple[Key, Builder, KernelParams]]) -> Iterator[dict[Key, Future[Binary]]]:
     """Kernels, compiled several at a time; the error of one that fails is raised when it is looked up."""
-    with ThreadPoolExecutor(COMPILING_THREADS) as pool:
-        yield {key: pool.submit(builder.build, engine.build_request(params)) for key, builder, params in jobs}
+    jobs = list(jobs)
+    with ThreadPoolExecutor(CORES) as pool:
+        made = compile_all(lambda job: job[1].build(engine.build_request(job[2])), jobs, pool)
+        yield {key: future for (key, *_), future in zip(jobs, made, strict=True)}
         pool.shutdown(cancel_futures=True)
+
+
+def compile_for_calls(wanted: Iterable[KernelParams]) -> None:
+    """Compile kernels into the cache that calls use."""
+    with ThreadPoolExecutor(CORES) as pool:
+        for future in compile_all(engine.build, wanted, pool):
+            future.result()
 
 
 def load(params: KernelParams, binary: Binary, device: int = 0) -> Function:

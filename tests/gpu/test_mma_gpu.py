@@ -51,7 +51,7 @@ class OnGpu:
         backwards: bool = False,
     ) -> None:
         strides = {name: tuple(x.stride()) for name, x in operands.items()}
-        plan = kernels.get(self.params.kernel).launch(self.params, spec, strides, numbers=numbers or {})
+        plan = kernels.get(self.params.kernel).launch_plan(self.params, spec, strides, numbers=numbers or {})
         there = {name: on_gpu(x) for name, x in operands.items()}
         addresses = {name: x.data_ptr() for name, x in there.items()}
         Launch(self.function, plan.shape, torch.cuda.current_stream().cuda_stream, plan.parameters, addresses)()

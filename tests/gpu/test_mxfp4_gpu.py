@@ -1,18 +1,16 @@
 """Products of MXFP4 weights on a GPU: against float64, beside poison, repeated, in graphs, and for every config."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from forced import COMPILING_THREADS
+from forced import compile_for_calls
 from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm import quantize
 from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.ops import fp4_weights
-from deep_gemm.runtime import engine
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
@@ -26,8 +24,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]
 def compiled() -> None:
     """Side by side: one after the other in first calls takes a minute."""
     if DEVICE != "cpu":
-        with ThreadPoolExecutor(COMPILING_THREADS) as pool:
-            list(pool.map(engine.build, FP4.cases()))
+        compile_for_calls(FP4.cases())
 
 
 def drawn(*shape: int, low: int = 116, high: int = 128, seed: int = 0) -> Weights:
