@@ -4,8 +4,8 @@
 // All warps of a CTA do the same: they copy blocks of K to a ring in shared memory by cp.async, kStages - 1 blocks ahead, read fragments
 // one step of K ahead, and multiply. The copies of a tile's first blocks run while the tile before is multiplied and stored.
 //
-// Rows of A are rows of the sums. With kSwapped rows of B are: for few rows of A, which then are columns of sums and no products are
-// wasted. K can be split over CTAs then, whose sums are added in order.
+// Rows of A are rows of the sums. With kSwapped rows of B are: for few rows of A, or of a group, which then are columns of sums and no
+// products are wasted. Without groups K can be split over CTAs then, whose sums are added in order.
 //
 // Constants supplies sizes and kinds (see kernels/mma_gemm.cu.jinja).
 #pragma once
@@ -21,7 +21,7 @@ struct MmaGemmLayout {
   using Tile = Constants;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kStages = Tile::kStages, kDepth = Tile::kDepth };
   enum : u32 { kWarpsM = Tile::kWarpsM, kWarpsN = Tile::kWarpsN, kThreads = kWarpsM * kWarpsN * 32 };
-  enum : bool { kScaled = Tile::kMma >= kMmaE4m3, kSwapped = Tile::kSwapped, kSplits = kSwapped };
+  enum : bool { kScaled = Tile::kMma >= kMmaE4m3, kSwapped = Tile::kSwapped };
   enum : u32 { kSize = kScaled ? 1 : 2, kSteps = kDepth / 32, kBlockK = kDepth / kSize };  // bytes of an element; steps and elements of a block
   static_assert(!kScaled || (kDepth == 128 && kBlockN <= 128), "a tile has one scale of B in a block of K");
   using A = MmaOperand<kBlockM, kDepth, Tile::kMnMajorA, kThreads>;
@@ -37,8 +37,7 @@ struct MmaGemmLayout {
   using Sums = float[kTilesM][kTilesN * 4];
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
-  enum : bool { kGrouped = has_table(kGrouping) };
-  static_assert(!kGrouped || !kSwapped);
+  enum : bool { kGrouped = has_table(kGrouping), kSplits = kSwapped && !kGrouped };
   using Table = GroupTable<kGrouping, kBlockM, kSegments, kThreads>;
   using Scheduler = Choice<kGrouped, GroupedScheduler<Table, kGrouping, kBlockM, kBlockN, kSegments>, TileScheduler<kBlockM, kBlockN, 1, 1, 1>>;
   using Out = Choice<kSwapped, MmaSwappedOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN>,

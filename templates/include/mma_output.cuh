@@ -119,8 +119,9 @@ struct MmaSwappedOutput {
   enum : u32 { kRows = kTilesN * 8 };
   static_assert(kElement != kE4m3 && !Final::kGated, "other kernels cast D to FP8, and have gates");
 
-  template <class Kernel>
-  static DG_DEVICE void store(const Kernel& kernel, float (&sum)[kTilesM][kTilesN * 4], u32 row, u32 column, u32 end, Index<0>, u32 lane) {
+  template <class Kernel, class Group>
+  static DG_DEVICE void store(const Kernel& kernel, float (&sum)[kTilesM][kTilesN * 4], u32 row, u32 column, u32 end, Group group,
+                              u32 lane) {
     const auto all = [](u32) { return true; };
 #pragma unroll
     for (u32 tile = 0; tile < kTilesM; ++tile) {
@@ -136,8 +137,28 @@ struct MmaSwappedOutput {
       if constexpr (Final::kScales) Final::template scale_swapped<kRows>(kernel, own, row, end, lane, all);
       if constexpr (kAccumulate == kReads)
         each([&](float& value, u32 y, u32 x) { value = __fadd_rn(value, Out::load(kernel.arg.c, y * kernel.arg.c_stride + x)); });
-      if constexpr (Final::kFinishes) Final::template finish_swapped<kRows>(kernel, own, row, first, end, lane, all);
+      if constexpr (Final::kFinishes) {
+        const u32 before = biases_before(kernel, group);
+        Final::template finish_swapped<kRows>(WithGroup<Kernel>{kernel.arg, before + kernel.n()}, own, row, before + first, end, lane, all);
+      }
       each([&](float value, u32 y, u32 x) { Out::store(kernel.arg.d, y * kernel.arg.d_stride + x, value); });
     }
+  }
+
+ private:
+  // A kernel whose columns are places in the biases of all groups. An epilogue of groups has nothing else of columns.
+  template <class Kernel>
+  struct WithGroup {
+    decltype(Kernel::arg) arg;
+    u32 columns;
+    DG_DEVICE u32 n() const { return columns; }
+  };
+
+  template <class Kernel>
+  static DG_DEVICE u32 biases_before(const Kernel&, Index<0>) { return 0; }
+  template <class Kernel>
+  static DG_DEVICE u32 biases_before(const Kernel& kernel, u32 group) {
+    if constexpr (Final::kHasBias) return group * static_cast<u32>(kernel.arg.bias_stride_g);
+    else return 0;
   }
 };

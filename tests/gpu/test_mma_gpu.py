@@ -84,7 +84,7 @@ def test_a_product_is_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["contiguous", "psum", "masked"])
-@pytest.mark.parametrize("family", ["mma_grouped", "mma_fp8_grouped"])
+@pytest.mark.parametrize("family", ["mma_grouped", "mma_fp8_grouped", "mma_grouped_swapped", "mma_fp8_grouped_swapped"])
 def test_groups_are_exact(family: str, form: str) -> None:
     for tile in kernels.gemm_family(family).serving:
         run = OnGpu(case(family, tile, target(), grouping=form))

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deep_gemm import arch, kernels, ops
+from deep_gemm import arch, kernels, ops, select
 from deep_gemm.aot import build, cards, shard
 from deep_gemm.aot.cards import Card
 from deep_gemm.aot.layers import GROUPED_OPS
@@ -25,7 +25,7 @@ from deep_gemm.cli.app import app
 from deep_gemm.errors import CompileError, InvalidInputError
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
-from deep_gemm.select import representatives, sheets
+from deep_gemm.select import calibration, representatives, sheets
 from deep_gemm.spec import GemmSpec
 
 NK = ((2112, 7168), (7168, 2304), (512, 7168), (6144, 4096))
@@ -76,6 +76,16 @@ def test_calls_on_a_card_need_no_other_kernel(sheet: sheets.Sheet, op: str, monk
             )
             asked = spec if spec.batch_invariant == invariant else _switched(spec, invariant)
             assert needed(asked) in ahead, asked
+
+
+@pytest.mark.parametrize(("rows", "height"), [(1, 16), (16, 16), (20, 32), (32, 32), (33, 64), (500, 128)])
+@pytest.mark.parametrize("op", ["m_grouped_bf16_gemm_nt_masked", "m_grouped_fp8_gemm_nt_masked"])
+def test_few_rows_of_a_group_have_low_tiles_with_swapped_operands(op: str, rows: int, height: int) -> None:
+    (sheet,) = (each for each in sheets.SHEETS if each.name == "L40S")
+    known = calibration.for_device(sheet.device, sheet.sms, sheet.hbm_gb_per_s, sheet.arch)
+    asked = ops.spec(1024, 4096, 2048, sheet.sms, op, groups=8, expected_m=rows)
+    config = select.select(asked, arch.get(sheet.arch), known).config
+    assert (config.block_m, config.swap_ab) == (height, height < 64)
 
 
 def _switched(spec: GemmSpec, invariant: bool) -> GemmSpec:

@@ -123,6 +123,10 @@ def test_each_byte_is_widened_to_its_value(make: Make) -> None:
         ("mma_grouped", (64, 64, 64, 4, 1), {"epilogue": "bias:f32+relu"}),
         ("mma_grouped", (64, 128, 32, 4, 1), {"form": "nn", "store": "direct"}),
         ("mma_fp8_grouped", (64, 128, 128, 4, 1), {}),
+        ("mma_grouped_swapped", (16, 1), {"epilogue": "bias:f32+relu"}),
+        ("mma_grouped_swapped", (64, 1), {"form": "nn", "store": "direct"}),
+        ("mma_fp8_grouped_swapped", (16, 2), {}),
+        ("mma_fp8_grouped_swapped", (32, 1), {}),
     ],
     ids=str,
 )
@@ -177,6 +181,7 @@ def test_faults_are_found(make: Make, fault: str) -> None:
 
 SCALES, PRODUCTS = "mma_scales.cuh", "mma_products.cuh"
 FP8, FEW, GROUPED = ("mma_fp8", (64, 64, 128, 4, 1)), ("mma_fp8_swapped", (16, 1)), ("mma_grouped", (64, 64, 64, 4, 1))
+FEW_OF_GROUPS, FEW_OF_GROUPS_FP8 = ("mma_grouped_swapped", (16, 1)), ("mma_fp8_grouped_swapped", (16, 1))
 OTHER_FAULTS = {
     "a scale of another row": (*FP8, "sm_89", (SCALES, "i * 2 + j % 4 / 2", "i * 2 + j % 2")),
     "a scale of the block before": (*FP8, "sm_89", (SCALES, "    b += kernel.arg.scale_b_stride_k;\n", "")),
@@ -200,6 +205,17 @@ OTHER_FAULTS = {
         (GEMM, "static_cast<i64>(tile.group) * (", "static_cast<i64>(0) * ("),
     ),
     "rows after a group's end": (*GROUPED, "sm_80", (GEMM, "return tile.end;", "return tile.row + 64;")),
+    "the first group's bias": (*FEW_OF_GROUPS, "sm_80", (OUTPUT, "return group * static", "return 0 * static")),
+    "few rows after a group's end": (
+        *FEW_OF_GROUPS,
+        "sm_80",
+        (OUTPUT, "if (y < end && x < kernel.n()) u", "if (x < kernel.n()) u"),
+    ),
+    "a token's scale of the group before": (
+        *FEW_OF_GROUPS_FP8,
+        "sm_89",
+        (SCALES, "block += static_cast<i64>(group) * blocks", "block += static_cast<i64>(0) * blocks"),
+    ),
 }
 
 
@@ -207,8 +223,9 @@ OTHER_FAULTS = {
 @pytest.mark.parametrize("fault", OTHER_FAULTS)
 def test_faults_of_scales_parts_and_groups_are_found(make: Make, fault: str) -> None:
     family, tile, target, edit = OTHER_FAULTS[fault]
-    if family == "mma_grouped":
-        run = make(case(family, tile, target, grouping="masked"), edit)
+    if "grouped" in family:
+        epilogue = parse("none" if "fp8" in family else "bias:f32+relu")
+        run = make(case(family, tile, target, grouping="masked", epilogue=epilogue), edit)
         with pytest.raises((RuntimeError, AssertionError)):
             check_groups(run, [130, 0, 64, 5], 136, 272)
     else:

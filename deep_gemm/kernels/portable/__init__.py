@@ -36,6 +36,8 @@ FP8_TILES = (
 )
 SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
 """(block_m, CTAs on an SM)."""
+GROUPED_SWAPPED_TILES = SWAPPED_TILES[:4]
+"""For up to 32 rows of a group. With more, upright tiles have fewer reads of shared memory."""
 
 MMA_GEMM = GemmFamily(
     name="mma_gemm",
@@ -143,4 +145,50 @@ MMA_FP8_GROUPED = GemmFamily(
     ),
 )
 
-PORTABLE = (MMA_FP8, MMA_FP8_GROUPED, MMA_FP8_SWAPPED, MMA_GEMM, MMA_GROUPED, MMA_SWAPPED)
+MMA_GROUPED_SWAPPED = GemmFamily(
+    name="mma_grouped_swapped",
+    template=MmaSwapped(grouped=True),
+    archs=ARCHS,
+    serving=GROUPED_SWAPPED_TILES,
+    dtypes=("bf16", "f16"),
+    forms=("nt", "nn"),
+    outputs=(SAME,),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    label="mma swapped ",
+    tile_prefix="mma_swapped_",
+    varied=(
+        ((32, 1), {"grouping": "masked", "form": "nn"}),
+        ((16, 1), {"grouping": "masked", "segments": 512, "store": "direct"}),
+        ((32, 2), {"dtype": "f16", "output": "f16", "grouping": "psum", "segments": 256}),
+    ),
+)
+
+MMA_FP8_GROUPED_SWAPPED = GemmFamily(
+    name="mma_fp8_grouped_swapped",
+    template=MmaSwapped(fp8=True, grouped=True),
+    archs=ARCHS,
+    serving=GROUPED_SWAPPED_TILES,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16",),
+    groupings=ALONG_M,
+    accumulates=("none",),
+    label="mma swapped ",
+    tile_prefix="mma_swapped_",
+    varied=(
+        ((32, 1), {"grouping": "masked"}),
+        ((16, 2), {"grouping": "psum", "segments": 256, "store": "direct"}),
+    ),
+)
+
+PORTABLE = (
+    MMA_FP8,
+    MMA_FP8_GROUPED,
+    MMA_FP8_GROUPED_SWAPPED,
+    MMA_FP8_SWAPPED,
+    MMA_GEMM,
+    MMA_GROUPED,
+    MMA_GROUPED_SWAPPED,
+    MMA_SWAPPED,
+)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...arch import ArchSpec
 from ...params import GemmConfig, KernelParams
@@ -264,7 +265,8 @@ class MmaGemm(Template):
 
 
 class MmaSwapped(MmaGemm):
-    """Swap-AB tiles of 64 rows of B, for few rows of A. K is split over as many CTAs as there is room for."""
+    """Swap-AB tiles of 64 rows of B, for few rows of A, or of each group. Without groups K is split over as many CTAs
+    as there is room for."""
 
     def make(  # type: ignore[override]
         self, family: str, block_m: int, ctas_per_sm: int, arch: ArchSpec
@@ -275,29 +277,38 @@ class MmaSwapped(MmaGemm):
             ctas_per_sm=ctas_per_sm,
             swap_ab=True,
             num_partials=int(self.fp8),
-            persistent=False,
-            parts=True,
+            persistent=self.grouped,
+            parts=not self.grouped,
         )
-        return config.changed(self._stages_that_fit(config, arch, 0))
+        return config.changed(self._stages_that_fit(config, arch, _LEAST_TABLE if self.grouped else 0))
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         return itertools.product(TOKENS, (1, 2))
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         c = config
-        if not c.swap_ab or not c.parts or c.persistent or c.num_consumers != 1:
-            return "it has swapped operands, four warps, and CTAs with one part of K of one tile"
+        if not c.swap_ab or c.parts == self.grouped or c.persistent != self.grouped or c.num_consumers != 1:
+            ctas = "persistent CTAs" if self.grouped else "CTAs with one part of K of one tile"
+            return f"it has swapped operands, four warps, and {ctas}"
         if c.block_m not in TOKENS or c.block_n != WEIGHTS:
             return f"a tile of {c.block_m}x{c.block_n} is not one of {TOKENS} by {WEIGHTS}"
         return self._unfit(c, arch)
 
     def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
-        """The smallest tile that has all rows. More rows take tiles that share operands among more warps."""
-        return config.block_m == _tokens(spec.m)
+        """The smallest tile that has all rows. More rows take tiles that share operands among more warps. Rows of
+        groups are not known, and any tile is right there."""
+        return super().fits(spec, config, adds_c, scaling) if self.grouped else config.block_m == _tokens(spec.m)
+
+    def offered(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> list[GemmConfig]:
+        """The smallest tile that has the rows that are expected in a group."""
+        tokens = _tokens(groups.one_group(spec).m)
+        return [config for config in configs if config.block_m == tokens]
 
     def memory_bytes(self, spec: GemmSpec) -> int:
         """As `PartsInOrder` lays it out: a count for each warp, and the sums of all parts, of as many CTAs as run."""
-        tokens, ctas = _tokens(spec.m), 2 * spec.num_sms
+        tokens, ctas = 0 if self.grouped else _tokens(spec.m), 2 * spec.num_sms
         return 128 + ctas * (4 * 8 + tokens * WEIGHTS * 4) if tokens and not spec.batch_invariant else 0
 
 
