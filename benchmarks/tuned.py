@@ -63,7 +63,7 @@ def shapes_of(path: Path) -> list[Shape]:
         known, least = calibration.for_device(row["device"]), min(row["times"].values())
         times = {}
         for config in select.legal(asked, arch):
-            name = survey.kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0))
+            name = survey.kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0), arch)
             us = row["times"].get(name)
             if us is not None and us <= DISTURBED * least:
                 times[config] = us

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +21,8 @@ from deep_gemm.bench.modes import LAUNCH_MODES
 from deep_gemm.bench.survey import name_of
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
-from deep_gemm.select import candidates
-from deep_gemm.select.calibration import Speed
+from deep_gemm.select import candidates, sheets
+from deep_gemm.select.calibration import Speed, default
 from deep_gemm.select.model import features, parts
 from deep_gemm.select.power import BLOCK_BYTES, Power, draws
 from deep_gemm.spec import GemmSpec
@@ -48,7 +48,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "l2_gb_per_s": (3000, 30000),
     "overlap": (1.5, 8.0),
 }
-"""The bounds of each constant on Hopper GPUs; the search uses logarithms. The clock is not fitted."""
+"""The bounds of each constant on Hopper GPUs; the search uses logarithms. The clock is not fitted. On other GPUs they
+are moved as far as spec sheets move the constants of an H200."""
 
 SOFTNESS = (0.05, 0.015)
 """Temperature of the softmin over logarithms of estimates: at the start and at the end of the search."""
@@ -129,7 +130,7 @@ class Data:
                 continue
             best = min(times.values())
             for config, us in times.items():
-                x.append(features(asked, config))
+                x.append(features(asked, config, spec.name))
                 pairs.append((math.log(us), math.log(us / best), len(kept)))
             kept.append(row)
         columns: Any = (torch.tensor(column, dtype=torch.float64) for column in zip(*x, strict=True))
@@ -181,20 +182,32 @@ def _size(error: Tensor) -> Tensor:
     return torch.sqrt(error**2 + 1e-4)
 
 
-def fit(data: Data, start: Speed, steps: int | None = None) -> Speed:
-    """The constants with the least loss on ``data``, searched from ``start``: Adam (Kingma and Ba, 2015) on the logit
-    of each constant's place between its bounds. Deterministic."""
+def bounds(sheet: sheets.Sheet, name: str = "") -> dict[str, tuple[float, float]]:
+    """The bounds of the constants of a card's speeds called ``name``."""
+    if sheet.arch == archs.DEFAULT.name:
+        return BOUNDS
+    known = default()
+    before, after = known.named(name), known.scaled(sheets.for_device("NVIDIA H200"), sheet).named(name)
+    moved = {each: getattr(after, each) / getattr(before, each) for each in BOUNDS}
+    return {each: (low * moved[each], high * moved[each]) for each, (low, high) in BOUNDS.items()}
+
+
+def fit(
+    data: Data, start: Speed, steps: int | None = None, within: Mapping[str, tuple[float, float]] = BOUNDS
+) -> Speed:
+    """The constants with the least loss on ``data`` that are ``within`` bounds, searched from ``start``: Adam (Kingma
+    and Ba, 2015) on the logit of each constant's place between its bounds. Deterministic."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small: with one core busy, two threads took seven times as long
     try:
-        return _fit(data, start, STEPS if steps is None else steps)
+        return _fit(data, start, STEPS if steps is None else steps, within)
     finally:
         torch.set_num_threads(threads)
 
 
-def _fit(data: Data, start: Speed, steps: int) -> Speed:
-    low, high = torch.tensor(list(BOUNDS.values()), dtype=torch.float64).log().T
-    known = torch.tensor([math.log(getattr(start, name)) for name in BOUNDS], dtype=torch.float64)
+def _fit(data: Data, start: Speed, steps: int, within: Mapping[str, tuple[float, float]]) -> Speed:
+    low, high = torch.tensor(list(within.values()), dtype=torch.float64).log().T
+    known = torch.tensor([math.log(getattr(start, name)) for name in within], dtype=torch.float64)
     # Not from a bound, where the gradient vanishes.
     point = torch.logit(((known - low) / (high - low)).clamp(0.02, 0.98)).requires_grad_()
     hidden = torch.full((len(LAUNCH_MODES) - 1,), HIDDEN_US, dtype=torch.float64, requires_grad=True)
@@ -203,7 +216,7 @@ def _fit(data: Data, start: Speed, steps: int) -> Speed:
 
     def constants() -> dict[str, Tensor]:
         values = torch.exp(low + (high - low) * torch.sigmoid(point))
-        return dict(zip(BOUNDS, values, strict=True))
+        return dict(zip(within, values, strict=True))
 
     for step in range(steps):
         done = step / steps
@@ -226,7 +239,7 @@ def fit_power(rows: Sequence[dict[str, Any]], spec: archs.ArchSpec) -> tuple[Pow
             continue
         asked, times = timed(row, spec)
         for config, us in times.items():
-            drawn.append([part / us for part in draws(asked, config, features(asked, config))])
+            drawn.append([part / us for part in draws(asked, config, features(asked, config, spec.name))])
     if len(drawn) < LEAST_PAIRS:
         return None
     matrix = torch.tensor(sorted(drawn), dtype=torch.float64)

@@ -28,7 +28,7 @@ from deep_gemm.jit import Builder
 from deep_gemm.params import GemmConfig
 from deep_gemm.runtime import engine
 from deep_gemm.runtime.timer import FLUSH_BYTES, Single, times_of
-from deep_gemm.select import calibration, tuner
+from deep_gemm.select import calibration, sheets, tuner
 from deep_gemm.select.heuristic import ranked_as
 from deep_gemm.spec import GemmSpec
 from deep_gemm.testing import timing
@@ -75,7 +75,7 @@ class Survey:
                 self.progress(f"the time ran out before {len(work) - index} of {len(work)} measurements")
                 return
             asked = spec_of(shape, num_sms)
-            row: Row = result_rows.said(shape) | {"mode": mode}
+            row: Row = result_rows.said(shape) | {"mode": mode, "target": spec.name}
             row["selected"] = name_of(select.rank(asked, spec, known)[0].config, asked, spec)
             configs = candidates[shape][: STEADY_CONFIGS if mode == "steady" else None]
             timers = dict(timers_of(shape, asked, configs, mode, spec, device))
@@ -212,6 +212,16 @@ def line(row: Row) -> str:
     return f"{where}  {timed}, selected / best {quality(row):.3f}  ({found})"
 
 
+def card_of(row: Row) -> tuple[archs.ArchSpec, sheets.Sheet]:
+    """The target that a row was measured on, with the SMs of the GPU, and the GPU's spec sheet, or the nearest one.
+    Raises UnsupportedError for a target that has no kernels."""
+    device = str(row.get("device"))
+    known = next((sheet.arch for sheet in sheets.SHEETS if sheet.device == device), archs.DEFAULT.name)
+    spec = archs.get(str(row.get("target", known)))
+    sheet = sheets.for_device(device, arch=spec.name)
+    return replace(spec, num_sms=sheet.sms), sheet
+
+
 def load(paths: Iterable[Path]) -> list[Row]:
     """The rows of survey files, packed or not. Raises InvalidInputError for files of anything else."""
     found: list[Row] = []
@@ -240,9 +250,9 @@ def _check(row: Row, where: str) -> None:
 
 
 @functools.cache
-def kind_name(config: GemmConfig, kind: GemmSpec) -> str:
-    """`name_of` on Hopper, remembered: names do not depend on sizes, so ``kind`` has some fixed ones."""
-    return name_of(config, kind, archs.DEFAULT)
+def kind_name(config: GemmConfig, kind: GemmSpec, spec: archs.ArchSpec) -> str:
+    """`name_of`, remembered: names do not depend on sizes, so ``kind`` has some fixed ones."""
+    return name_of(config, kind, spec)
 
 
 LEFT_OUT = {
@@ -261,12 +271,13 @@ def remember(path: Path, stale: bool = False) -> Counter[str]:
     choice, which might be the best. Returns how many rows were "kept", and how many for each reason in `LEFT_OUT`.
     """
     counts: Counter[str] = Counter()
-    arch, digest = archs.DEFAULT, source_digest()
+    digest = source_digest()
     for row in load([path]):
-        asked, device = ranked_as(spec_of(result_rows.shape_of(row), arch.num_sms)), row.get("device")
-        ranked = select.rank(asked, arch, calibration.for_device(str(device)))
+        arch, device = card_of(row)[0], row.get("device")
+        asked = ranked_as(spec_of(result_rows.shape_of(row), arch.num_sms))
+        ranked = select.rank(asked, arch, calibration.for_device(str(device), arch=arch.name))
         offered = [each.config for each in ranked] + select.legal(asked, arch)
-        names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0)): config for config in offered}
+        names = {kind_name(config, replace(asked, m=1, n=128, k=128, expected_m=0), arch): config for config in offered}
         if row["mode"] != "flush":
             counts["left out, not single calls"] += 1
         elif not isinstance(device, str) or not device:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deep_gemm import arch
 from deep_gemm.aot.layers import FP8
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.bench import result_rows as lines
@@ -149,18 +148,22 @@ def _shares(count: int, min_m: int, max_m: int) -> dict[str, int]:
 @click.option("--output", required=True, type=click.Path(path_type=Path), help="The calibration file to write.")
 @click.option("--least", type=click.IntRange(1), default=80, help="Keep the present constants with fewer records.")
 def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
-    """Fit the model's constants to surveys. Takes a minute and needs no GPU. A quarter of the shapes is held out to
-    judge the fit."""
+    """Fit the model's constants to surveys, which are of one GPU model. Takes a minute and needs no GPU. A quarter of
+    the shapes is held out to judge the fit."""
     from deep_gemm.bench import fit, survey
 
     rows = survey.load(sources)
-    out, spec = console(), arch.DEFAULT
+    devices = sorted({str(row.get("device", "")) for row in rows})
+    if not rows or len(devices) > 1:
+        what = f"rows of several GPUs, {', '.join(devices)}: fit each by itself" if rows else "no rows"
+        raise click.ClickException(f"the surveys hold {what}.")
+    out, (spec, sheet) = console(), survey.card_of(rows[0])
     launches: dict[str, list[dict[str, Any]]] = {"": []}  # by the name of the speeds
     for row in rows:
         if row["mode"] in LAUNCH_MODES:
             launches.setdefault(fit.speeds_of(row, spec), []).append(row)
-    device = rows[0].get("device") if rows else None
-    known = calibration.for_device(device) if device else calibration.default()
+    device = rows[0].get("device")
+    known = calibration.for_device(device, arch=spec.name) if device else calibration.default()
     summary: dict[str, Any] = {}
     speeds, power = {"": known.speed, **dict(known.others)}, known.power
     for name, timed in launches.items():
@@ -170,7 +173,7 @@ def fit_command(sources: tuple[Path, ...], output: Path, least: int) -> None:
         if seen is None or held_out is None or len(seen.rows) < least:
             out.print(f"{title}: the constants stay, since {len(timed)} records are too few.")
             continue
-        speeds[name] = fit.fit(seen, known.named(name))
+        speeds[name] = fit.fit(seen, known.named(name), within=fit.bounds(sheet, name))
         summary[title] = {"fitted": _summary(seen, speeds[name]), "held_out": _summary(held_out, speeds[name])}
         for part, ranges in summary[title].items():
             for text, numbers in ranges.items():

@@ -39,17 +39,17 @@ SHAPES = [
 ]
 
 
-def rows(known: Calibration) -> list[dict[str, Any]]:
+def rows(known: Calibration, device: str = "a model", sms: int = 132) -> list[dict[str, Any]]:
     """The rows of a survey on a GPU that behaves as the model predicts."""
-    out = []
+    out, target = [], arch.get(known.arch)
     for shape in SHAPES:
-        asked = survey.spec_of(shape, 132)
+        asked = survey.spec_of(shape, sms)
         times = {
-            survey.name_of(c, asked, arch.SM90): round(estimate(asked, c, known.speed).total_us, 4)
-            for c in candidates(asked, arch.SM90)
+            survey.name_of(c, asked, target): round(estimate(asked, c, known.speed, known.arch).total_us, 4)
+            for c in candidates(asked, target)
         }
-        row = {"m": shape.m, "n": shape.n, "k": shape.k, "mode": "flush", "times": times}
-        out.append(row | {"selected": min(times, key=times.__getitem__), "device": "a model", "date": "never"})
+        row = {"m": shape.m, "n": shape.n, "k": shape.k, "mode": "flush", "times": times, "target": known.arch}
+        out.append(row | {"selected": min(times, key=times.__getitem__), "device": device, "date": "never"})
     return out
 
 
@@ -243,7 +243,7 @@ def held_out(file: str) -> fit.Data:
 
 def test_what_a_survey_has_no_rows_for_keeps_its_constants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So files of FP8 and of 16-bit operations can be fitted one by one."""
-    monkeypatch.setattr(fit, "_fit", lambda data, start, steps: replace(start, overlap=3.0))
+    monkeypatch.setattr(fit, "_fit", lambda data, start, steps, within: replace(start, overlap=3.0))
     source, output = RESULTS / "survey-half-h100.jsonl", tmp_path / "gpu.json"
     result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output)])
     assert result.exit_code == 0, result.output
@@ -292,7 +292,7 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     monkeypatch.setattr(survey, "Survey", Fake)
     names = {"a model": tmp_path / "calibrations" / "a_model.json"}
     monkeypatch.setattr(calibration, "file_of", lambda name: names.get(name) or file_of(name))
-    monkeypatch.setattr(fit, "_fit", lambda data, start, steps: start)
+    monkeypatch.setattr(fit, "_fit", lambda data, start, steps, within: start)
     result = CliRunner().invoke(command, ["--seconds", "7"])
     assert result.exit_code == 0, result.output
     shapes, modes, within, seconds, _ = asked
@@ -300,6 +300,39 @@ def test_calibrate_alone_surveys_as_its_first_step_would_and_fits(
     assert (modes, within, seconds) == (SURVEY_MODES, WITHIN, 7.0)
     written = json.loads(names["a model"].read_text())
     assert sum(found["rows"] for part in written["fit"]["speed"].values() for found in part.values()) == 210
+
+
+def test_a_fit_is_for_the_target_of_its_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the kernels, the costs and the SMs of that GPU, and bounds that are moved to it."""
+    monkeypatch.setattr(fit, "STEPS", 5)
+    source, output = tmp_path / "rows.jsonl", tmp_path / "gpu.json"
+    for sheet in (each for each in sheets.SHEETS if each.name in ("A100 80GB", "L4", "5090")):
+        known = calibration.for_device(sheet.device, sheet.sms, arch=sheet.arch)
+        found = rows(known, sheet.device, sheet.sms)
+        source.write_text("".join(json.dumps(row) + "\n" for row in found))
+        data = fit.Data.of(found, survey.card_of(found[0])[0])
+        assert len(data.rows) == len(SHAPES)
+        assert data.selected(known.speed).min() > 0.9999
+        result = CliRunner().invoke(command, ["fit", str(source), "--output", str(output), "--least", "3"])
+        assert result.exit_code == 0, result.output
+        made = Calibration.from_json(json.loads(output.read_text())["constants"])
+        for name, (low, high) in fit.bounds(sheet).items():
+            assert low <= getattr(known.speed, name) <= high, (sheet.name, name)
+            assert low <= getattr(made.speed, name) <= high, (sheet.name, name)
+        kept = survey.remember(source, stale=True)
+        assert kept == {"kept": len(SHAPES)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [([], "no rows"), (["NVIDIA L4", "NVIDIA H200"], "rows of several GPUs, NVIDIA H200, NVIDIA L4: fit each")],
+)
+def test_a_fit_is_of_one_gpu(tmp_path: Path, devices: list[str], message: str) -> None:
+    source, row = tmp_path / "rows.jsonl", rows(default())[0]
+    source.write_text("".join(json.dumps(row | {"device": device}) + "\n" for device in devices))
+    result = CliRunner().invoke(command, ["fit", str(source), "--output", str(tmp_path / "gpu.json")])
+    assert result.exit_code == 1
+    assert message in result.output
 
 
 def test_check_reports_each_mode(tmp_path: Path) -> None:
