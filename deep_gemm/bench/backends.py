@@ -115,11 +115,18 @@ def addressable(shape: GemmShape) -> bool:
     return all(elements * element_bytes(shape) % TMA_BYTES == 0 for elements in inner)
 
 
-def placed(x: Operands, device: int) -> tuple[Step, Mapping[str, int]]:
-    """The launch of a call's GEMM, and the addresses of its operands."""
+def placed(x: Operands, device: int, memory: dict[str, Tensor]) -> tuple[Step, Mapping[str, int]]:
+    """The launch of a call's GEMM, and the addresses of its operands. Scratch memory that it needs is taken from
+    ``memory`` by name, and added there if it is not; the caller keeps it alive."""
     operation, checked = x.checked()
-    step = operation.launches(checked, device).steps[-1]
-    return step, {name: checked.tensors[given].data_ptr() for name, given in step.operands.items()}
+    sequence = operation.launches(checked, device)
+    step = sequence.steps[-1]
+    for name in step.operands.values():
+        if name not in checked.tensors and name not in memory:
+            shape, dtype = sequence.scratch[name]
+            memory[name] = torch.empty(shape, dtype=dtype, device=x.d.device)
+    tensors = {**memory, **checked.tensors}
+    return step, {name: tensors[given].data_ptr() for name, given in step.operands.items()}
 
 
 def through(name: str) -> Callable[[Operands], Call]:

@@ -142,7 +142,9 @@ def timers_of(
     """A timer for each config by name, in random order, so that no config always runs on a GPU heated by another.
     Kernels come from ``builder``, if it is given."""
     operands = backends.make_operands(shape, backends.sets_for(shape, mode))
-    places = [backends.placed(x, device) for x in operands]
+    memory: dict[str, torch.Tensor] = {}  # launches that follow one another share it, as in a model
+    places = [backends.placed(x, device, memory) for x in operands]
+    keep = [*operands, memory]
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
     order = list(configs)
     random.Random(asked.m * asked.n + asked.k).shuffle(order)
@@ -156,11 +158,11 @@ def timers_of(
             calls.append(engine.launch_record(plan, step.strides, addresses, handle, promised, step.numbers))
         name = name_of(config, asked, spec)
         if mode == "flush":
-            yield name, Single(calls[0], scratch, operands)
+            yield name, Single(calls[0], scratch, keep)
         elif mode == "steady":
-            yield name, _Steady(calls, stream, operands)
+            yield name, _Steady(calls, stream, keep)
         else:
-            yield name, _Graph(calls, stream, operands)
+            yield name, _Graph(calls, stream, keep)
 
 
 @dataclass

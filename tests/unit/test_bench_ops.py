@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import select
+from deep_gemm import arch, select
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.backends import deepgemm
@@ -71,7 +71,7 @@ def test_ours_is_the_product_and_a_launch_is_what_it_asks_for(
     backends.ours(x)()
     (launched,) = gpu.launched
     assert survey.spec_of(shape, 132) == launched.spec
-    step, at = backends.placed(x, 0)
+    step, at = backends.placed(x, 0, {})
     assert (step.strides, step.numbers, at) == (launched.strides, launched.numbers, launched.at)
 
 
@@ -82,8 +82,19 @@ def test_a_launch_of_fp8_is_what_a_call_asks_for(gpu: FakeGpu, op: str) -> None:
         (x,) = backends.make_operands(shape, 1, "cpu")
         backends.ours(x)()
         assert gpu.launched[-1].spec == survey.spec_of(shape, 132)
-        step, at = backends.placed(x, 0)
+        step, at = backends.placed(x, 0, {})
         assert (step.strides, at) == (gpu.launched[-1].strides, gpu.launched[-1].at)
+
+
+def test_launches_share_scratch_memory(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of K of few rows meet there, on other GPUs than Hopper."""
+    monkeypatch.setattr(arch, "for_device", lambda device: arch.SM80)
+    memory: dict[str, torch.Tensor] = {}
+    for x in backends.make_operands(GemmShape(16, N, 512, op="bf16_gemm_nt"), 2, "cpu"):
+        _, at = backends.placed(x, 0, memory)
+        assert at.keys() == {"a", "b", "d", "memory"}
+        assert at["memory"] == memory["memory"].data_ptr()
+    assert memory["memory"].numel() > 16 * N * 4
 
 
 @pytest.mark.parametrize("op", HALF)
