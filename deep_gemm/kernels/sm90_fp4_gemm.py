@@ -34,17 +34,20 @@ _PREFETCHED_BYTES = 200_000_000
 """Packed weights up to which the first ones are prefetched while the previous kernel ends: 0.90 of the time with 53 MB,
 and 1.12 with 748 MB (H200)."""
 _EARLY_UNITS = 4
+_EARLY_SPLIT = 1
 
 
 @record(frozen=True)
 class Fp4Config(Config):
     """A CTA has ``tokens`` rows of A and 64 rows of B for each of ``consumers``, in stream-K order. If ``cluster`` is
-    not 0, it has 64 rows of B, both consumers take blocks of K in turn, and the CTAs of a cluster split K."""
+    not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K. In stream-K order
+    an SM has ``ctas_per_sm`` CTAs, of that many launches if ``overlap``."""
 
     tokens: int
     consumers: int
     ctas_per_sm: int
     cluster: int = 0
+    overlap: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -57,7 +60,9 @@ class Fp4Config(Config):
         the launch allocates, threads times the registers at entry: otherwise setmaxnreg waits for ever."""
         if self.cluster:
             return (24, 104) if self.tokens == SPLIT_TOKENS[-1] else (0, 0)
-        return (24, 104) if self.consumers == 1 else (32, 112)
+        if self.tokens > SPLIT_TOKENS[-1]:
+            return 40, 208
+        return {1: (24, 104), 2: (32, 104)}.get(self.consumers, (32, 112))
 
     @property
     def num_threads(self) -> int:
@@ -171,7 +176,7 @@ class Fp4Family(KernelFamily):
             "n": spec.n,
             "pieces": pieces,
             "blocks": blocks,
-            "early": int(constant) if c.cluster else self._prefetched(spec, c),
+            "early": _EARLY_SPLIT * constant if c.cluster else self._prefetched(spec, c),
             "aligned": int(spec.aligned),
             "groups": spec.groups,
             "alignment": spec.alignment,
@@ -180,7 +185,7 @@ class Fp4Family(KernelFamily):
         if spec.dtype == "e4m3":
             scales = TensorMapSpec("f32", (spec.m, blocks * masked), (4 * strides["sfa"][1],), (c.tokens, 1))
             values["map_sfa"] = Map(scales, "sfa")
-        grid = pieces * ceil_div(spec.m, c.tokens) * c.cluster if c.cluster else spec.num_sms * c.ctas_per_sm
+        grid = pieces * ceil_div(spec.m, c.tokens) * c.cluster if c.cluster else self._ctas(spec, c)
         shape = LaunchShape(
             grid=(grid, 1, 1),
             block=c.num_threads,
@@ -189,6 +194,10 @@ class Fp4Family(KernelFamily):
             pdl=pdl and spec.whole_gpu,
         )
         return shape, values
+
+    def _ctas(self, spec: Fp4Spec, config: Fp4Config) -> int:
+        """In stream-K order."""
+        return spec.num_sms * (1 if config.overlap else config.ctas_per_sm)
 
     def _prefetched(self, spec: Fp4Spec, config: Fp4Config) -> int:
         few = config.tokens < TOKENS[-1] and packed_bytes(spec) <= _PREFETCHED_BYTES
@@ -199,7 +208,7 @@ class Fp4Family(KernelFamily):
         c = self.config_of(spec, self.arch)
         if c.cluster:
             return 0
-        consumers = spec.num_sms * c.ctas_per_sm * c.consumers
+        consumers = self._ctas(spec, c) * c.consumers
         return align(consumers * 8, 128) + consumers * PIECE_ROWS * c.tokens * 4
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -240,7 +249,7 @@ class Fp4Family(KernelFamily):
         arch = archs.get(params.arch)
         room = min(arch.shared_per_cta, arch.shared_per_sm // c.ctas_per_sm - arch.shared_reserved_per_cta)
         fit = min(_MOST_STAGES, (room - rest) // (self._shared(params, 1) - rest))
-        return fit // 2 * 2 if c.cluster else fit
+        return fit // c.consumers * c.consumers if c.cluster else fit
 
     def shared_bytes(self, params: KernelParams) -> int:
         """See the offsets in ``Fp4Gemm`` and ``Fp4Split``."""
@@ -253,9 +262,10 @@ class Fp4Family(KernelFamily):
             stage = 2 * (block + c.consumers * piece)
             table = groups.table_bytes(params.grouping, params.segments)
             return stages * (stage + 16) + c.consumers * c.tokens * 128 + table
-        splits = 2 * c.cluster
+        splits = c.consumers * c.cluster
         owned = ceil_div(c.tokens // 8, splits)
-        return stages * (block + piece + 16) + 2 * owned * (1024 + (splits - 1) * 2048) + 32
+        slots = min(ceil_div(c.tokens // 8, owned), c.consumers) * (splits - 1) * owned * 2048
+        return stages * (block + piece + 16) + c.consumers * (owned * 1024 + 16) + slots
 
     def kernel_name(self, params: KernelParams) -> str:
         """Such as ``m_grouped_fp8_fp4_gemm_24x256_masked_g32``."""
@@ -274,10 +284,11 @@ class Fp4Family(KernelFamily):
         )
 
     def describe(self, config: Config) -> str:
-        """The tile, and how many CTAs split K."""
+        """The tile, and how many CTAs split K, and consumers if there are more than two."""
         rows, columns = config.tile
-        cluster = config.cluster if isinstance(config, Fp4Config) else 0
-        return f"{rows}x{columns}{f'_k{cluster}' if cluster else ''}"
+        if not isinstance(config, Fp4Config) or not config.cluster:
+            return f"{rows}x{columns}"
+        return f"{rows}x{columns}_k{config.cluster}{f'x{config.consumers}' if config.consumers > 2 else ''}"
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each config with FP8 tokens, those that BF16 uses with BF16; each form of groups, and absolute exponents."""

@@ -43,9 +43,10 @@ def _fp8_bits() -> _Bits:
 
 def _bf16_bits() -> _Bits:
     """Codes of K 2q and 2q + 1, and of 8, 16 and 24 after. Rotations by 0, 3 and 6 bring the first three pairs to the
-    places of a BF16 number's sign, last bit of the exponent, and first bits of the mantissa."""
+    places of a BF16 number's sign, lowest bits of the exponent and highest bit of the mantissa. The last pair's bits
+    are moved there one by one."""
     starts = ((6, 15), (22, 31), (9, 18), (25, 2), (12, 21), (28, 5))
-    return (*((at, at + 1, at + 2, sign) for at, sign in starts), (0, 1, 3, 4), (16, 17, 19, 20))
+    return (*((at, at + 1, at + 2, sign) for at, sign in starts), (3, 4, 0, 1), (19, 20, 16, 17))
 
 
 _BITS = {"fp8": _fp8_bits(), "bf16": _bf16_bits()}

@@ -1,5 +1,5 @@
 // D = A @ W^T of few tokens, W in MXFP4: see fp4_gemm.cuh. There are fewer tiles than SMs, and each takes a few microseconds. So a CTA
-// has 64 rows of W, two consumers take blocks of K in turn, and the CTAs of a cluster have a part of K each. Sums meet through shared
+// has 64 rows of W, its consumers take blocks of K in turn, and the CTAs of a cluster have a part of K each. Sums meet through shared
 // memory. Two or three CTAs fit on an SM, so that the next launch's prologue overlaps with this one's end.
 #pragma once
 #include "fp4_products.cuh"
@@ -10,11 +10,13 @@ template <class C, class Mma, class Arguments>
 struct Fp4Split {
   using Products = Fp4Products<C, Mma>;
   using Sums = typename Products::Sums;
-  enum : u32 { kT = C::kT, kStages = C::kStages, kPiece = piece_bytes(C::kAbsolute), kConsumers = 2, kCluster = C::kCluster };
+  enum : u32 { kT = C::kT, kStages = C::kStages, kPiece = piece_bytes(C::kAbsolute), kConsumers = C::kN, kCluster = C::kCluster };
   using Exchange = SplitKExchange<kT, 1, kCluster, kConsumers, kConsumers>;
   enum : u32 { kTokenBytes = Products::kTokenBytes, kScaleBytes = Products::kScaleBytes, kStaging = Exchange::kOwned * 1024 };
   enum : u32 { kOffsetStaging = kStages * kTokenBytes, kOffsetSlots = kOffsetStaging + kConsumers * kStaging };
-  enum : u32 { kOffsetScales = kOffsetSlots + Exchange::kBytes, kOffsetWeights = kOffsetScales + kStages * kScaleBytes };
+  // Consumers that own sums have slots.
+  enum : u32 { kSlots = min_of(Exchange::kOwners, kConsumers) * Exchange::kConsumerBytes };
+  enum : u32 { kOffsetScales = kOffsetSlots + kSlots, kOffsetWeights = kOffsetScales + kStages * kScaleBytes };
   enum : u32 { kOffsetBarriers = kOffsetWeights + kStages * kPiece };
   static_assert(kOffsetBarriers + kStages * 16 + Exchange::kBarrierBytes == C::kSharedBytes);
   static_assert(C::kThreads == kConsumers * 128 + (C::kProducerRegisters > 0 ? 128 : 32) && kStages % kConsumers == 0);
@@ -63,11 +65,13 @@ struct Fp4Split {
     bulk_load(shared + kOffsetWeights + stage * kPiece, weights(piece, block), kPiece, full(stage), evict_first());
   }
 
-  // `early` stages of constant weights are loaded before the previous kernel has ended. Others are prefetched into L2.
+  // The first stages of constant weights are loaded before the previous kernel has ended, and the others prefetched into L2 if `early`
+  // is 2. Of weights that may change, the first stages are prefetched.
   DG_DEVICE void produce(u32 piece, u32 row, u32 first, u32 count) const {
     const u32 begun = min_of(count, kStages), early = arg.early > 0 ? begun : 0;
     if (early == 0 && begun > 0) bulk_prefetch(weights(piece, first), begun * kPiece);
     for (u32 i = 0; i < early; ++i) load_weights(piece, first + i, i);
+    if (arg.early > 1 && count > begun) bulk_prefetch(weights(piece, first + begun), (count - begun) * kPiece);
     wait_for_previous_kernel();
     allow_next_kernel();
     for (u32 i = 0, stage = 0, parity = 0; i < count; ++i) {

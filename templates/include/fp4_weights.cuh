@@ -34,14 +34,14 @@ DG_DEVICE void decode_fp8(u32 w, u32 d, u32& first, u32& second) {
 }
 
 // 8 weights of one row and 32 of K as BF16: value * 2^(d - 14). Rotations bring two codes to the top of the mantissa and the lowest
-// bits of the exponent, where they are subnormals and small numbers; the multiplication by 2^(112 + d) is exact.
-DG_DEVICE void decode_bf16(u32 w, u32 d, u32& p0, u32& p1, u32& p2, u32& p3) {
-  const u32 factor = d * 0x00800080u + 0x77807780u, mask = 0x81C081C0u;
+// bits of the exponent, where they are subnormals and small numbers; the multiplication by 2^(112 + d), `factor` twice, is exact. The
+// last two codes fill what rotations leave. A product with 2^3 + 2^8 + 2^14 has each of their bits where it belongs, without carries.
+DG_DEVICE void decode_bf16(u32 w, u32 factor, u32& p0, u32& p1, u32& p2, u32& p3) {
+  const u32 mask = 0x81C081C0u;
   p0 = multiply_bf16(w & mask, factor);
   p1 = multiply_bf16(__funnelshift_r(w, w, 3) & mask, factor);
   p2 = multiply_bf16(__funnelshift_r(w, w, 6) & mask, factor);
-  const u32 t = (w & 0x00030003u) * 64u + (w & 0x00180018u) * 0x820u;
-  p3 = multiply_bf16(t & mask, factor);
+  p3 = multiply_bf16((w & 0x001B001Bu) * 0x4108u & mask, factor);
 }
 
 // 2^(e - 127), or NaN.
@@ -72,11 +72,11 @@ struct Fragment {
     for (u32 i = 0; i < kCount; ++i) {
 #pragma unroll
       for (u32 h = 0; h < 2; ++h) {
-        const u32 s = kFirst + i, d = kAbsolute ? +kPlain : exponents[0] >> (16 * h + 4 * s) & 15, at = i * kRegisters + h;
+        const u32 s = kFirst + i, at = i * kRegisters + h;
         if constexpr (kFp8) {
-          decode_fp8(codes[h][s], d, a[at], a[at + 2]);
+          decode_fp8(codes[h][s], kAbsolute ? +kPlain : exponent(h, s), a[at], a[at + 2]);
         } else {
-          decode_bf16(codes[h][s], d, a[at], a[at + 2], a[at + 4], a[at + 6]);
+          decode_bf16(codes[h][s], factor(h, s), a[at], a[at + 2], a[at + 4], a[at + 6]);
         }
       }
     }
@@ -94,6 +94,18 @@ struct Fragment {
   }
 
  private:
+  // d of row h and the s-th 32 of K, by a byte of the even or of the odd ones.
+  DG_DEVICE u32 exponent(u32 h, u32 s) const {
+    return permute_bytes((s % 2 ? exponents[0] >> 4 : exponents[0]) & 0x0F0F0F0Fu, 0, 0x4440u + 2 * h + s / 2);
+  }
+
+  // 2^(112 + d) twice. The four bits of d need not be the lowest ones.
+  DG_DEVICE u32 factor(u32 h, u32 s) const {
+    if constexpr (kAbsolute) return kPlain * 0x00800080u + 0x77807780u;
+    const u32 two = exponents[0] >> (16 * h + 8 * (s / 2));
+    return (s % 2 ? (two & 0xF0u) * 0x00080008u : (two & 0x0Fu) * 0x00800080u) + 0x77807780u;
+  }
+
   static DG_DEVICE u32 load_shared_word(u32 address) {
     u32 value;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
