@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from .fp4 import m_grouped_fp8_fp4_gemm_nt_contiguous as m_grouped_fp8_fp4_gemm_nt_contiguous
     from .fp4 import m_grouped_fp8_fp4_gemm_nt_masked as m_grouped_fp8_fp4_gemm_nt_masked
     from .fp4 import transform_fp4_weights as transform_fp4_weights
+    from .fp4_moe import bf16_fp4_moe as bf16_fp4_moe
+    from .fp4_moe import fp8_fp4_moe as fp8_fp4_moe
     from .grouped import bf16_m_grouped_gemm_nt_masked as bf16_m_grouped_gemm_nt_masked
     from .grouped import fp8_m_grouped_gemm_nt_masked as fp8_m_grouped_gemm_nt_masked
     from .grouped import k_grouped_bf16_gemm_tn_contiguous as k_grouped_bf16_gemm_tn_contiguous

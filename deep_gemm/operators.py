@@ -7,6 +7,7 @@ from deep_gemm.ops import (
     cublaslt,
     dense,
     fp4,
+    fp4_moe_chain,
     k_grouped,
     linear,
     logits,
@@ -21,7 +22,7 @@ from deep_gemm.ops import (
 from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
-    *(batched, cublaslt, dense, fp4, k_grouped, linear, logits, m_grouped),
+    *(batched, cublaslt, dense, fp4, fp4_moe_chain, k_grouped, linear, logits, m_grouped),
     *(moe_chain, paged_logits, prenorm, quantize, row_functions, skip_head_mid),
 )
 

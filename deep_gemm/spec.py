@@ -387,7 +387,7 @@ class DispatchSpec:
     """``top_k`` choices of each of ``tokens`` tokens among ``experts`` experts: each gets a row of its expert, to which
     the token's ``width`` elements go as E4M3 with scales of 1 x 128. ``dtype`` "e4m3": they are copied with their
     scales. ``masked``: an expert has a part of ``room`` rows, else its rows begin at a multiple of ``room``. ``given``:
-    those of "weights" and "stats" that there are."""
+    those of "weights" and "stats" that there are, and "copied" if bfloat16 elements stay what they are."""
 
     tokens: int
     width: int
@@ -406,15 +406,35 @@ class DispatchSpec:
 @record(frozen=True)
 class CombineSpec:
     """Sums of ``top_k`` rows of ``width`` bfloat16 elements for each of ``tokens`` tokens. ``weighted``: each row is
-    multiplied by a float32 weight first."""
+    multiplied by a float32 weight first. ``biased``: its expert's bias is added before."""
 
     tokens: int
     width: int
     top_k: int
     weighted: bool
+    biased: bool = False
 
     def __str__(self) -> str:
         return f"adding {self.top_k} rows of {self.width} elements for each of {self.tokens} tokens"
+
+
+@record(frozen=True)
+class ActivateSpec:
+    """``function`` of gate and up of the rows that ``choices`` have among ``rows``, to ``columns`` elements as
+    ``output`` "bf16", or "e4m3" with scales of 1 x 128. ``room``: the rows of an expert's part, or 0. ``biased``: the
+    bias of the choice's expert is added before. ``limit`` holds gate and up."""
+
+    function: str
+    choices: int
+    rows: int
+    columns: int
+    room: int
+    output: str
+    biased: bool
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.function} of {self.choices} of {self.rows} rows of {self.columns} elements to {self.output}"
 
 
 Spec: TypeAlias = (
@@ -432,6 +452,7 @@ Spec: TypeAlias = (
     | Fp4Spec
     | DispatchSpec
     | CombineSpec
+    | ActivateSpec
 )
 
 

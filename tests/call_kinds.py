@@ -203,6 +203,26 @@ def experts(x: Any, gate_up: Any, sfgate_up: Any, down: Any, sfdown: Any, sfx: A
     deep_gemm.fp8_moe(x if sfx is None else (x, sfx), gate_up=(gate_up, sfgate_up), down=(down, sfdown), **more)
 
 
+def fp4_expert_tensors(kind: str) -> Tensors:
+    found = {name: x for name, x in expert_tensors(False).items() if "gate_up" not in name and "down" not in name}
+    for name, n, k in (("gate_up", 256, K), ("down", K, 128)):
+        pair = deep_gemm.transform_fp4_weights(*quantize.mxfp4(torch.zeros(G, n, k)), kind)
+        found |= {name: pair.packed, f"sf{name}": pair.factors, f"bias_{name}": torch.zeros(G, n, dtype=BF16)}
+    return found
+
+
+def fp4_experts(kind: str) -> Call:
+    function = deep_gemm.fp8_fp4_moe if kind == "fp8" else deep_gemm.bf16_fp4_moe
+
+    def call(
+        gate_up: Any, sfgate_up: Any, bias_gate_up: Any, down: Any, sfdown: Any, bias_down: Any, **more: Any
+    ) -> None:
+        weights = {"gate_up": (gate_up, sfgate_up), "down": (down, sfdown)}
+        function(**weights, bias=(bias_gate_up, bias_down), **more)
+
+    return call
+
+
 def scaled(out: Any, x: Any, y: Any, scale: Any) -> LaunchConfig:
     return LaunchConfig(grid=1, block=32, values={"n": 1}, constants={"SCALE": f"{scale!r}"})
 
@@ -248,6 +268,9 @@ KINDS = {
     "silu and mul and biases": Kind(biased_tensors, silu_and_mul, WRITTEN),
     "experts": Kind(lambda: expert_tensors(False), experts, ("y",), {"clamp": 2.0}),
     "experts of fp8": Kind(lambda: expert_tensors(True), experts, ("y",)),
+    "experts of mxfp4": Kind(lambda: fp4_expert_tensors("fp8"), fp4_experts("fp8"), ("y",),
+        {"activation": "swigluoai"}),
+    "experts of mxfp4 and bf16": Kind(lambda: fp4_expert_tensors("bf16"), fp4_experts("bf16"), ("y",), {"clamp": 2.0}),
     "own": Kind(lambda: {name: torch.zeros(64) for name in ("out", "x", "y")}, CUSTOM, ("out",), {"scale": 1.0}),
 }  # fmt: skip
 OPERANDS = [(kind, name) for kind, made in KINDS.items() for name in made.tensors()]

@@ -28,6 +28,7 @@ from deep_gemm.ops.skip_head_mid import SkipHeadMid
 from deep_gemm.runtime import calls, engine, weight_promises
 from deep_gemm.select import calibration
 from deep_gemm.spec import (
+    ActivateSpec,
     CombineSpec,
     CopySpec,
     DispatchSpec,
@@ -51,7 +52,7 @@ KERNELS = {
     GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
     QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
     PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
-    DispatchSpec: "dispatch", CombineSpec: "combine", Fp4Spec: "fp4",
+    DispatchSpec: "dispatch", CombineSpec: "combine", ActivateSpec: "activate", Fp4Spec: "fp4",
 }  # fmt: skip
 
 

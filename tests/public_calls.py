@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from call_kinds import expert_tensors, experts
+from call_kinds import expert_tensors, experts, fp4_expert_tensors, fp4_experts
 
 import deep_gemm
 from deep_gemm import LaunchConfig, fused, quantize, testing, utils
@@ -219,6 +219,8 @@ CALLS: dict[str, PublicCall] = {
     "transform_fp4_weights": torch_does(deep_gemm.transform_fp4_weights, packed=((N, K // 2), U8),
         scales=((N, K // 32), U8)),
     "fp8_moe": PublicCall(lambda: expert_tensors(fp8=False), lambda x: experts(**x)),
+    "fp8_fp4_moe": PublicCall(lambda: fp4_expert_tensors("fp8"), lambda x: fp4_experts("fp8")(**x)),
+    "bf16_fp4_moe": PublicCall(lambda: fp4_expert_tensors("bf16"), lambda x: fp4_experts("bf16")(**x)),
     "k_grouped_fp8_gemm_nt_contiguous": k_grouped("fp8"), "k_grouped_fp8_gemm_nt_padded": k_grouped("padded"),
     "k_grouped_bf16_gemm_tn_contiguous": k_grouped("bf16"),
     **{name: strict(getattr(deep_gemm, name), a=((G, M, K), dtype), b=((G, N, K), dtype),

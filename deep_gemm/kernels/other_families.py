@@ -21,6 +21,7 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.Fp4Spec: ("sm90_fp4_gemm", "sm90_fp4_gemm", "FP4"),
     spec.DispatchSpec: ("moe_dispatch", "moe_kernels", "DISPATCH"),
     spec.CombineSpec: ("moe_combine", "moe_kernels", "COMBINE"),
+    spec.ActivateSpec: ("moe_activate", "moe_kernels", "ACTIVATE"),
 }
 """What each computes; its name, the module that has it, and what it is called there. A process imports only the modules
 whose kernels it needs: all together would take a third of a first call."""

@@ -280,17 +280,17 @@ def is_fp4(b: Any) -> bool:
 _PACKED = (*mxfp4.PACKED, torch.int16)
 
 
-def prepared(b: Any, activations: str, grouped: bool) -> Any:
-    """b as `transform_fp4_weights` returns it. Weights of a checkpoint are transformed, with absolute exponents, which
-    hold all weights: nothing of them is looked at on the host."""
-    packed, scales = checks.pair("b", b, "Packed MXFP4 weights come with their scales.")
+def prepared(b: Any, activations: str, grouped: bool, name: str = "b") -> Any:
+    """The operand ``name`` as `transform_fp4_weights` returns it. Weights of a checkpoint are transformed, with
+    absolute exponents, which hold all weights: nothing of them is looked at on the host."""
+    packed, scales = checks.pair(name, b, "Packed MXFP4 weights come with their scales.")
     if fp4_weights.is_transformed(packed, grouped):
         return b
     found = fp4_weights.transform(packed, scales, activations, absolute=True)
     if found.packed.dim() != 3 + grouped:
         form = "(G, N, K / 2)" if grouped else "(N, K / 2)"
         raise InvalidInputError(
-            f"b must be {form} of MXFP4, or of transform_fp4_weights, but it is {shape_of(packed)}."
+            f"{name} must be {form} of MXFP4, or of transform_fp4_weights, but it is {shape_of(packed)}."
         )
     return found
 

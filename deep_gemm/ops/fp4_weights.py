@@ -101,25 +101,28 @@ def is_absolute(packed: Tensor) -> bool:
     return packed.shape[-1] * packed.element_size() == _CODE_BYTES + _EXPONENT_BYTES[True]
 
 
-def check(packed: Tensor, factors: Tensor, activations: str, n: int, k: int, groups: int | None) -> None:
-    """Check the types and shapes of transformed weights, the operand b of a product with N = n and K = k."""
+def check(
+    packed: Tensor, factors: Tensor, activations: str, n: int, k: int, groups: int | None, name: str = "b"
+) -> None:
+    """Check the types and shapes of transformed weights, the operand ``name`` of a product with N = n and K = k."""
     if packed.dtype != _TYPES[activations]:
-        made = next((name for name, dtype in _TYPES.items() if dtype == packed.dtype), "")
+        made = next((kind for kind, dtype in _TYPES.items() if dtype == packed.dtype), "")
         raise InvalidInputError(
-            f"b must be {_TYPES[activations]}, as transform_fp4_weights(..., activations={activations!r}) returns it, "
-            f"but it is {packed.dtype}{f', for activations={made!r}' if made else ''}. Transform the weights again."
+            f"{name} must be {_TYPES[activations]}, as transform_fp4_weights(..., activations={activations!r}) returns "
+            f"it, but it is {packed.dtype}{f', for activations={made!r}' if made else ''}. Transform the weights again."
         )
     front = () if groups is None else (groups,)
     pieces, blocks = ceil_div(n, ROWS), ceil_div(k, DEPTH)
     if tuple(packed.shape[:-1]) != (*front, pieces, blocks) or not is_transformed(packed, groups is not None):
         raise InvalidInputError(
-            f"b must be the weights (N, K) = {(n, k)} of transform_fp4_weights, of shape {(*front, pieces, blocks)} "
-            f"and a piece's size, for the N of d and the K of a, but it is {shape_of(packed)}."
+            f"{name} must be the weights (N, K) = {(n, k)} of transform_fp4_weights, of shape "
+            f"{(*front, pieces, blocks)} and a piece's size,{' for the N of d and the K of a,' * (name == 'b')} but it "
+            f"is {shape_of(packed)}."
         )
     if factors.dtype != torch.float32 or tuple(factors.shape) != (*front, pieces * ROWS):
         raise InvalidInputError(
-            f"the factors of b must be torch.float32 {(*front, pieces * ROWS)}, as transform_fp4_weights returns them, "
-            f"but they are {factors.dtype} {shape_of(factors)}."
+            f"the factors of {name} must be torch.float32 {(*front, pieces * ROWS)}, as transform_fp4_weights returns "
+            f"them, but they are {factors.dtype} {shape_of(factors)}."
         )
 
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deep_gemm.runtime.calls import Parameter, make_entry
 from deep_gemm.runtime.operation import Fault
@@ -62,7 +63,35 @@ def _silu_and_mul(factored: bool) -> RowFunction:
     return RowFunction("silu_and_mul", True, ("factors",) if factored else ())
 
 
-class Experts(Chain):
+class MoeChain(Chain):
+    """What mixtures share, whatever their weights are: topk_idx and topk_weights, from x to y."""
+
+    output = "y"
+    floats = ("clamp",)
+    settings = ("check", "forbid_transpose")
+
+    def faults(self, x: Any) -> Sequence[Fault]:
+        """Choices that are no experts, and those that repeat one."""
+        chosen, experts = x.tensors["topk_idx"], x.tensors["gate_up"].shape[0]
+        ordered = chosen.sort(1).values
+        again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0) & (ordered[:, 1:] < experts)
+
+        def unknown(token: int, choice: int) -> str:
+            return (
+                f"topk_idx[{token}, {choice}] is {int(chosen[token, choice])}, but experts are from 0 to "
+                f"{experts - 1}, and -1 or {experts} is none."
+            )
+
+        def repeated(token: int, place: int) -> str:
+            return (
+                f"topk_idx[{token}] has the expert {int(ordered[token, place])} more than once, but experts of a token "
+                "must differ. Pass -1 in place of the others, and the sum of their weights."
+            )
+
+        return [Fault((chosen < -1) | (chosen > experts), unknown), Fault(again, repeated)]
+
+
+class Experts(MoeChain):
     """See `deep_gemm.fp8_moe`. ``given``: those of x_scales and stats that are there. The number of rows of each expert
     is added to stats.
 
@@ -78,11 +107,8 @@ class Experts(Chain):
         Parameter("clamp", "float"),
         Parameter("before_cast", "bool"),
     )
-    output = "y"
     ranks = MappingProxyType({**dict.fromkeys((*GATE_UP, *DOWN), (3,)), "stats": (1,)})
-    floats = ("clamp",)
     kept = ("stats",)
-    settings = ("check", "forbid_transpose")
 
     def __init__(self, given: tuple[str, ...]) -> None:
         self.absent = tuple(name for name in ("x_scales", "stats") if name not in given)
@@ -102,10 +128,7 @@ class Experts(Chain):
         inner, choices, before = double // 2, tokens * top_k, bool(given["before_cast"])
         fused = inner % SCALE_BLOCK == 0
         masked = tokens <= MOST_MASKED and fused
-        room = align(max(tokens, 1), 4)
-        rows = (experts, room) if masked else (most_rows(choices, experts, ALIGNMENT),)
-        if math.prod(rows) > MAX_SIZE or tokens * width > MAX_SIZE:
-            raise UnsupportedError(f"x is {shape_of(given['x'])}, with {choices} choices: too many. Split the call.")
+        rows = rows_of(given["x"], choices, experts, masked)
         scratch = _memory(rows, tokens, top_k, experts, width, inner, before, fused)
 
         sent: Named = {"x": "x", "chosen": "topk_idx", "layout": "layout", "places": "places", "out": pair("a")}
@@ -137,25 +160,13 @@ class Experts(Chain):
         links.append(Link(_combine(not before), added | ({} if before else {"weights": "topk_weights"}), {}))
         return Links(links, scratch, Layout(), False)
 
-    def faults(self, x: Any) -> Sequence[Fault]:
-        """Choices that are no experts, and those that repeat one."""
-        chosen, experts = x.tensors["topk_idx"], x.tensors["gate_up"].shape[0]
-        ordered = chosen.sort(1).values
-        again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0) & (ordered[:, 1:] < experts)
 
-        def unknown(token: int, choice: int) -> str:
-            return (
-                f"topk_idx[{token}, {choice}] is {int(chosen[token, choice])}, but experts are from 0 to "
-                f"{experts - 1}, and -1 or {experts} is none."
-            )
-
-        def repeated(token: int, place: int) -> str:
-            return (
-                f"topk_idx[{token}] has the expert {int(ordered[token, place])} more than once, but experts of a token "
-                "must differ. Pass -1 in place of the others, and the sum of their weights."
-            )
-
-        return [Fault((chosen < -1) | (chosen > experts), unknown), Fault(again, repeated)]
+def rows_of(x: Tensor, choices: int, experts: int, masked: bool) -> tuple[int, ...]:
+    """How many rows there are for the choices of tokens x, of each expert if they are masked."""
+    rows = (experts, align(max(x.shape[0], 1), 4)) if masked else (most_rows(choices, experts, ALIGNMENT),)
+    if math.prod(rows) > MAX_SIZE or x.numel() > MAX_SIZE:
+        raise UnsupportedError(f"x is {shape_of(x)}, with {choices} choices: too many. Split the call.")
+    return rows
 
 
 def _memory(
@@ -170,54 +181,74 @@ def _memory(
 ) -> Layout:
     """The scratch memory. Results of experts lie where their tokens were."""
     found = Layout()
-
-    def add(name: str, columns: int) -> None:
-        found.add_tensor(name, (*rows, columns), E4M3)
-        *groups, height = rows
-        blocks, step = ceil_div(columns, SCALE_BLOCK), align(height, 4)
-        strides = (*(blocks * step for _ in groups), 1, step)
-        found.add_tensor(f"sf {name}", (*rows, blocks), F32, strides)
-
     found.add_tensor("layout", (experts,), I32).add_tensor("places", (tokens, top_k), I32)
     if has_factors:
         found.add_tensor("factors", rows, F32)
-    add("h", inner)
+    add_cast(found, "h", rows, inner)
     if not fused:
         found.add_tensor("hidden", (*rows, 2 * inner), BF16)
-    add("a", width)
+    add_cast(found, "a", rows, width)
     return found.add_tensor("results", (*rows, width), BF16, over="a")
+
+
+def add_cast(found: Layout, name: str, rows: tuple[int, ...], columns: int) -> None:
+    """Add rows in E4M3, and their scales as products read them, to a layout."""
+    found.add_tensor(name, (*rows, columns), E4M3)
+    *groups, height = rows
+    blocks, step = ceil_div(columns, SCALE_BLOCK), align(height, 4)
+    strides = (*(blocks * step for _ in groups), 1, step)
+    found.add_tensor(f"sf {name}", (*rows, blocks), F32, strides)
 
 
 def _check(given: Mapping[str, Any]) -> None:
     """Check dtypes, shapes and places of what users give."""
-    x, sfx, chosen, weights, y, stats = (
-        given[name] for name in ("x", "x_scales", "topk_idx", "topk_weights", "y", "stats")
-    )
+    x, sfx, y, stats = (given[name] for name in ("x", "x_scales", "y", "stats"))
+    check_kind(x, sfx)
     gate_up, sf_gate_up, down, sf_down = (given[name] for name in ("gate_up", "gate_up_scales", "down", "down_scales"))
-    if x.dtype != (BF16 if sfx is None else E4M3):
-        raise InvalidInputError(
-            f"x must be {BF16}, or a pair of {E4M3} and its scales, but it is {x.dtype}. Pass x.bfloat16()."
-        )
     (experts, double, width), tokens = gate_up.shape, x.shape[0]
     inner = double // 2
     for name, size in (("the last dimension of gate_up", width), ("half of the rows of gate_up", double / 2)):
         if size % TMA_BYTES or size < TMA_BYTES:
             raise InvalidInputError(f"{name} must be a multiple of {TMA_BYTES}, but it is {size:g}.")
-    if not 1 <= experts <= MOST_EXPERTS:
-        raise UnsupportedError(f"gate_up has {experts} experts, but from 1 to {MOST_EXPERTS} are supported.")
-    top_k = chosen.shape[1]
+    check_count(experts)
     blocks, of_inner = ceil_div(width, SCALE_BLOCK), ceil_div(inner, SCALE_BLOCK)
     wanted: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {
         "x": (x, x.dtype, (tokens, width)),
         "the scales of x": (sfx, F32, (tokens, blocks)),
-        "topk_idx": (chosen, torch.int64, (tokens, top_k)),
-        "topk_weights": (weights, F32, (tokens, top_k)),
         "gate_up": (gate_up, E4M3, (experts, double, width)),
         "the scales of gate_up": (sf_gate_up, F32, (experts, ceil_div(double, SCALE_BLOCK), blocks)),
         "down": (down, E4M3, (experts, width, inner)),
         "the scales of down": (sf_down, F32, (experts, blocks, of_inner)),
         "y": (y, BF16, (tokens, width)),
         "stats": (stats, I32, (experts,)),
+    }
+    check_wanted(given, wanted)
+
+
+def check_kind(x: Tensor, sfx: Tensor | None) -> None:
+    """Check the dtype of tokens that are cast, or have scales."""
+    if x.dtype != (BF16 if sfx is None else E4M3):
+        raise InvalidInputError(
+            f"x must be {BF16}, or a pair of {E4M3} and its scales, but it is {x.dtype}. Pass x.bfloat16()."
+        )
+
+
+def check_count(experts: int) -> None:
+    """Check the number of experts."""
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise UnsupportedError(f"gate_up has {experts} experts, but from 1 to {MOST_EXPERTS} are supported.")
+
+
+def check_wanted(given: Mapping[str, Any], wanted: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]]) -> None:
+    """Check what is ``given`` to a mixture. ``wanted`` are tensors, their dtypes and shapes, but those of the choices,
+    which are the same for all mixtures."""
+    x, y, chosen, weights = (given[name] for name in ("x", "y", "topk_idx", "topk_weights"))
+    sfx, stats, tokens, top_k = given.get("x_scales"), given.get("stats"), x.shape[0], chosen.shape[1]
+    wanted = {
+        "x": wanted["x"],
+        "topk_idx": (chosen, torch.int64, (tokens, top_k)),
+        "topk_weights": (weights, F32, (tokens, top_k)),
+        **wanted,
     }
     for name, (tensor, dtype, shape) in wanted.items():
         if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
@@ -234,8 +265,7 @@ def _check(given: Mapping[str, Any]) -> None:
         raise InvalidInputError(f"clamp must be None or a number from 0 on, but it is {given['clamp']}.")
     if checks.is_fake([each for each, *_ in wanted.values() if each is not None]):
         return
-    for name in ("topk_idx", "topk_weights", "stats"):
-        tensor = wanted[name][0]
+    for name, tensor in (("topk_idx", chosen), ("topk_weights", weights), ("stats", stats)):
         if tensor is not None and not tensor.is_contiguous():
             raise InvalidInputError(
                 f"{name} must be contiguous, but its strides are {tensor.stride()}. Pass .contiguous()."

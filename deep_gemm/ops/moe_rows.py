@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from deep_gemm import options
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step
 
+from ..kernels.moe_kernels import GATED
 from ..records import record
-from ..spec import SCALE_BLOCK, CombineSpec, DispatchSpec, align
+from ..spec import SCALE_BLOCK, ActivateSpec, CombineSpec, DispatchSpec, align
 from . import checks
+from .row_functions import gated
 from .table import DTYPES
 
 TENSOR, OPTIONAL, PAIR = "Tensor", "Tensor | None", "tuple[Tensor, Tensor]"
@@ -30,14 +33,15 @@ class MoeOperands:
     spec: Any
 
 
-def _operands(named: Mapping[str, Tensor], spec: DispatchSpec | CombineSpec) -> MoeOperands | None:
+def _operands(named: Mapping[str, Tensor], spec: DispatchSpec | CombineSpec | ActivateSpec) -> MoeOperands | None:
     """None for fake tensors, and without tokens or columns."""
-    if checks.is_fake(named.values()) or spec.tokens == 0 or spec.width == 0:
+    sizes = (spec.choices, spec.columns) if isinstance(spec, ActivateSpec) else (spec.tokens, spec.width)
+    if checks.is_fake(named.values()) or 0 in sizes:
         return None
     return MoeOperands(dict(named), next(iter(named.values())).device, spec)
 
 
-def _one_launch(x: MoeOperands, spec: DispatchSpec | CombineSpec) -> LaunchSequence:
+def _one_launch(x: MoeOperands, spec: DispatchSpec | CombineSpec | ActivateSpec) -> LaunchSequence:
     strides = {name: tensor.stride() for name, tensor in x.tensors.items()}
     return LaunchSequence((Step(spec, strides, {name: name for name in x.tensors}),))
 
@@ -46,7 +50,8 @@ class Dispatch(KernelOperation):
     """Give each choice of a token a row of its expert, and write the token there in FP8.
 
     x (tokens, width) is bfloat16, or E4M3 with scales sfx (tokens, ceil(width / 128)). chosen (tokens, top_k) int64 are
-    experts; other numbers are none. ``out`` are the values and scales of rows: (experts, rows, ..), then ``layout``
+    experts; other numbers are none. ``out`` are the values and scales of rows, or without ``cast`` bfloat16 rows that
+    tokens are copied to: (experts, rows, ..), then ``layout``
     gets the number of rows of each expert, or (rows, ..), then it gets the row at which each ends, and they begin at a
     multiple of ``alignment``. places (tokens, top_k) gets the row of each choice, or -1. With weights (tokens, top_k),
     factors gets the weight of each row. The number of rows of each expert is added to stats (experts,), int32.
@@ -59,31 +64,34 @@ class Dispatch(KernelOperation):
     output = "values"
     has_operator = False
 
-    def __init__(self, given: tuple[str, ...]) -> None:
-        self.given_operands = given
+    def __init__(self, given: tuple[str, ...], cast: bool = True) -> None:
+        self.given_operands, self.cast = given, cast
         optional = {"sfx": "sfx" in given, **dict.fromkeys(("weights", "factors"), "weights" in given)}
         optional["stats"] = "stats" in given
         self.parameters = (
             *(Parameter(name, TENSOR) for name in ("x", "chosen", "layout", "places")),
-            Parameter("out", PAIR),
+            Parameter("out", PAIR if cast else TENSOR),
             Parameter("alignment", "int"),
             *(Parameter(name, OPTIONAL, None) for name, there in optional.items() if there),
         )
         names = "x", "chosen", "layout", "places", *(name for name, there in optional.items() if there)
-        self.operands = {name: name for name in names} | {"values": "out[0]", "scales": "out[1]"}
+        self.operands = {name: name for name in names}
+        self.operands |= {"values": "out[0]", "scales": "out[1]"} if cast else {"values": "out"}
 
     def check(self, *arguments: Any, **named_arguments: Any) -> MoeOperands | None:
         """None if there is nothing to send."""
         given = self.given(arguments, named_arguments)
-        values, scales = given["out"]
-        named = {name: given[name] for name in self.operands if name in given} | {"values": values, "scales": scales}
-        x, masked = named["x"], values.dim() == 3
+        out = given["out"] if self.cast else (given["out"],)
+        named = {name: given[name] for name in self.operands if name in given}
+        named |= dict(zip(("values", "scales"), out, strict=False))
+        x, values = named["x"], named["values"]
+        masked = values.dim() == 3
         spec = DispatchSpec(
             *(x.shape[0], x.shape[1], named["layout"].shape[0], named["chosen"].shape[1]),
             values.shape[1] if masked else given["alignment"],
             masked,
             DTYPES[x.dtype],
-            tuple(name for name in ("weights", "stats") if name in named),
+            (*(name for name in ("weights", "stats") if name in named), *([] if self.cast else ["copied"])),
         )
         return _operands(named, spec)
 
@@ -108,12 +116,14 @@ class Dispatch(KernelOperation):
             given["layout"].copy_(counts if spec.masked else starts + counts)
             given["places"].fill_(-1).view(-1)[order] = rows.int()
             values, scales = given["x"], given.get("sfx")
-            if scales is None:
+            if scales is None and self.cast:
                 values, scales = cast_blocks(values.detach(), 1, SCALE_BLOCK, False)
             token = order // spec.top_k
             place = (rows // spec.room, rows % spec.room) if spec.masked else (rows,)
-            given["values"].view(torch.uint8)[place] = values.view(torch.uint8)[token]
-            given["scales"][place] = scales[token]
+            bits = torch.uint8 if self.cast else torch.int16
+            given["values"].view(bits)[place] = values.view(bits)[token]
+            if scales is not None:
+                given["scales"][place] = scales[token]
             if "weights" in given:
                 given["factors"].view(-1)[rows] = given["weights"].flatten()[order]
             if "stats" in given:
@@ -124,15 +134,16 @@ class Combine(KernelOperation):
     """Add the rows of each token's choices in their order, in float32, and round once.
 
     x (rows, width) or (experts, rows, width) bfloat16; places (tokens, top_k) int32, of `Dispatch`; y (tokens, width)
-    bfloat16. With weights (tokens, top_k) float32, each row is multiplied by its weight first. Only a chain calls it.
+    bfloat16. With weights (tokens, top_k) float32, each row is multiplied by its weight first. With bias (experts,
+    width) bfloat16 that of its expert, by chosen (tokens, top_k) int64, is added before. Only a chain calls it.
     """
 
     name = "moe_combine"
     output = "y"
     has_operator = False
 
-    def __init__(self, weighted: bool) -> None:
-        names = ("x", "places", *(["weights"] if weighted else []), "y")
+    def __init__(self, weighted: bool, biased: bool = False) -> None:
+        names = ("x", "places", *(["weights"] if weighted else []), *(["chosen", "bias"] if biased else []), "y")
         self.parameters = tuple(Parameter(name, TENSOR) for name in names)
         self.operands = {name: name for name in names}
 
@@ -140,7 +151,9 @@ class Combine(KernelOperation):
         """None if there is nothing to add."""
         named = self.given(arguments, named_arguments)
         tokens, width = named["y"].shape
-        return _operands(named, CombineSpec(tokens, width, named["places"].shape[1], "weights" in named))
+        return _operands(
+            named, CombineSpec(tokens, width, named["places"].shape[1], "weights" in named, "bias" in named)
+        )
 
     def launches(self, x: MoeOperands, device: int) -> LaunchSequence:
         """One launch."""
@@ -155,10 +168,72 @@ class Combine(KernelOperation):
             for choice in range(places.shape[1]):
                 own, used = places[:, choice], (places[:, choice] >= 0)[:, None]
                 each = rows[own.clamp(min=0)].float() if len(rows) else total
+                if "bias" in x.tensors:
+                    each = each + x.tensors["bias"][torch.where(used[:, 0], x.tensors["chosen"][:, choice], 0)]
                 if "weights" in x.tensors:
                     each = each * x.tensors["weights"][:, choice, None]
                 total = torch.where(used, total + each, total)
             y.copy_(total)
+
+
+class Activate(KernelOperation):
+    """The activation of gate and up of the rows that choices have; other rows are neither read nor written.
+
+    x (rows, 2 * columns) or (experts, rows, 2 * columns) bfloat16; places (tokens, top_k) int32, of `Dispatch`. ``out``
+    is bfloat16 like x, or for ``fp8`` E4M3 and scales of 1 x 128. With bias (experts, 2 * columns) bfloat16 that of the
+    choice's expert, by chosen (tokens, top_k) int64, is added before, in float32. Only a chain calls it.
+    """
+
+    name = "moe_activate"
+    outputs = ("values", "scales")
+    output = "values"
+    has_operator = False
+
+    def __init__(self, function: str, fp8: bool, biased: bool) -> None:
+        self.function, self.fp8 = function, fp8
+        names = "x", "places", *(["chosen", "bias"] if biased else [])
+        self.parameters = (
+            *(Parameter(name, TENSOR) for name in names),
+            Parameter("out", PAIR if fp8 else TENSOR),
+            Parameter("limit", "float"),
+        )
+        self.operands = {name: name for name in names}
+        self.operands |= {"values": "out[0]", "scales": "out[1]"} if fp8 else {"values": "out"}
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> MoeOperands | None:
+        """None if there is nothing to compute."""
+        given = self.given(arguments, named_arguments)
+        named = {name: given[name] for name in self.operands if name in given}
+        named |= dict(zip(("values", "scales"), given["out"] if self.fp8 else (given["out"],), strict=False))
+        *front, columns = named["values"].shape
+        spec = ActivateSpec(
+            *(self.function, named["places"].numel(), math.prod(front), columns, front[1] if len(front) == 2 else 0),
+            *("e4m3" if self.fp8 else "bf16", "bias" in named, float(given["limit"])),
+        )
+        return _operands(named, spec)
+
+    def launches(self, x: MoeOperands, device: int) -> LaunchSequence:
+        """One launch."""
+        return _one_launch(x, x.spec)
+
+    def reference(self, x: MoeOperands) -> None:
+        """In float64, rounded to float32 first."""
+        spec, given = x.spec, x.tensors
+        with torch.inference_mode():
+            used = given["places"] >= 0
+            rows = given["places"][used].long()
+            both = given["x"].flatten(0, -2)[rows].double()
+            if spec.biased:
+                both = both + given["bias"][given["chosen"][used]].double()
+            interleaved, is_oai = GATED[spec.function]
+            found = gated(both, is_oai, interleaved, spec.limit).float()
+            place = (rows // spec.room, rows % spec.room) if spec.room else (rows,)
+            if self.fp8:
+                values, scales = cast_blocks(found, 1, SCALE_BLOCK, False)
+                given["values"].view(torch.uint8)[place] = values.view(torch.uint8)
+                given["scales"][place] = scales
+            else:
+                given["values"][place] = found.to(torch.bfloat16)
 
 
 def most_rows(choices: int, experts: int, alignment: int) -> int:

@@ -259,14 +259,15 @@ def _add_gelu(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
     return gelu(total) if spec.form == "tanh" else gelu_erf(total)
 
 
+def gated(both: Tensor, is_oai: bool, interleaved: bool, limit: float) -> Tensor:
+    """The activation of gate and up (rows, 2 * columns): see `deep_gemm.fused`."""
+    gate, up = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1) if is_oai else silu(gate) * up
+
+
 def _gated(x: Mapping[str, Tensor], spec: RowsSpec) -> Tensor:
-    both = x["x"]
-    gate, up = (both[:, ::2], both[:, 1::2]) if spec.form == "interleaved" else both.chunk(2, dim=1)
-    gate, up = gate.clamp(max=spec.number), up.clamp(-spec.number, spec.number)
-    if spec.function == "swigluoai_and_mul":
-        found = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    else:
-        found = silu(gate) * up
+    found = gated(x["x"], spec.function == "swigluoai_and_mul", spec.form == "interleaved", spec.number)
     return found * x["factors"][:, None] if "factors" in x else found
 
 

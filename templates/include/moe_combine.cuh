@@ -3,7 +3,8 @@
 #include "quantize.cuh"
 
 // A thread adds eight columns of a token in float32, in the order of its choices, and rounds once. A choice without a row adds zero.
-template <bool kWeighted>
+// With kBiased, its expert's bias is added to a row first.
+template <bool kWeighted, bool kBiased = false>
 struct MoeCombine {
   enum : u32 { kAhead = 4 };  // rows that are loaded before they are added
   using Elements = EightElements<kSourceBf16, false>;
@@ -12,6 +13,9 @@ struct MoeCombine {
   i64 input_stride;
   const int* places;
   const float* weights;
+  const i64* chosen;
+  const u8* bias;
+  i64 bias_stride;
   u8* output;
   i64 output_stride;
   u32 tokens, columns, top_k;
@@ -26,6 +30,7 @@ struct MoeCombine {
 #pragma unroll 1
     for (u32 first = 0; first < top_k; first += kAhead) {
       Elements v[kAhead];
+      [[maybe_unused]] Elements b[kAhead];
       float factor[kAhead];
 #pragma unroll
       for (u32 i = 0; i < kAhead; ++i) {
@@ -33,11 +38,16 @@ struct MoeCombine {
         const int row = first + i < top_k ? places[choice] : -1;
         factor[i] = kWeighted && row >= 0 ? weights[choice] : 1.0f;
         load_sixteen(input + (row * input_stride + column) * 2, row >= 0, v[i].words);
+        if constexpr (kBiased) load_sixteen(bias + ((row >= 0 ? chosen[choice] : 0) * bias_stride + column) * 2, row >= 0, b[i].words);
       }
 #pragma unroll
       for (u32 i = 0; i < kAhead; ++i)
 #pragma unroll
-        for (u32 e = 0; e < 8; ++e) sums[e] = __fadd_rn(sums[e], kWeighted ? __fmul_rn(v[i].get(e), factor[i]) : v[i].get(e));
+        for (u32 e = 0; e < 8; ++e) {
+          float each = v[i].get(e);
+          if constexpr (kBiased) each = __fadd_rn(each, b[i].get(e));
+          sums[e] = __fadd_rn(sums[e], kWeighted ? __fmul_rn(each, factor[i]) : each);
+        }
     }
     Bytes16 packed;
 #pragma unroll

@@ -1,8 +1,8 @@
-// Sends tokens to their experts: gives each choice of a token a row of its expert, and writes the token there as FP8.
+// Sends tokens to their experts: gives each choice of a token a row of its expert, and writes the token there as FP8 or BF16.
 #pragma once
 #include "quantize.cuh"
 
-enum : u32 { kSourceE4m3 = 3 };  // what tokens are: this, or one of `Source`
+enum : u32 { kSourceE4m3 = 3, kSourceCopied = 4 };  // what tokens are: FP8, BF16 that stays so, or one of `Source`, which are cast
 
 // Choices are numbered token by token. An expert's rows are in the order of its choices. A choice that is no expert has no row, nor has
 // one for which there is no room.
@@ -119,7 +119,7 @@ struct MoeDispatch {
 
   // Writes tokens to their rows. 16 threads have the columns of a scale, and a thread has eight of them.
   DG_DEVICE void write(u32 first, u32 last) const {
-    using Elements = EightElements<kSource == kSourceE4m3 ? +kSourceBf16 : kSource, false>;
+    using Elements = EightElements<kSource == kSourceE4m3 || kSource == kSourceCopied ? +kSourceBf16 : kSource, false>;
     const u32 lane = threadIdx.x % 32, part = lane % 16, across = ceil_div(from.columns, 128) * 16;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i - lane < (last - first) * across; i += kThreads) {
@@ -127,11 +127,16 @@ struct MoeDispatch {
       const u32 token = exists ? first + i / across : from.rows, column = i % across * 8;
       uint2 bytes{0, 0};
       float scale = 0.0f;
+      Bytes16 copied{};
       if constexpr (kSource == kSourceE4m3) {
         if (exists && column < from.columns) {
           bytes = *reinterpret_cast<const uint2*>(from.elements + token * from.stride + column);
           scale = source_scales[token * source_scale_row + column / 128 * source_scale_column];
         }
+      } else if constexpr (kSource == kSourceCopied) {
+        Elements v[1];
+        load_rows<kSourceBf16, false, false, 1>(from, token, column, v);
+        copied = Bytes16{v[0].words[0], v[0].words[1], v[0].words[2], v[0].words[3]};
       } else {
         Elements v[1];
         load_rows<kSource, false, false, 1>(from, token, column, v);
@@ -145,6 +150,10 @@ struct MoeDispatch {
       for (u32 k = 0; k < top_k; ++k) {
         const int row = places[token * top_k + k];
         if (row < 0) continue;
+        if constexpr (kSource == kSourceCopied) {
+          store_16(to.values + (row * to.stride + column) * 2, copied);
+          continue;
+        }
         *reinterpret_cast<uint2*>(to.values + row * to.stride + column) = bytes;
         if (part == 0) {
           QuantizedOutput of_expert = to;

@@ -195,10 +195,15 @@ struct Elementwise {
     const u32 across = ceil_div(tile.columns, Tile::kColumns);
     tile.begin(blockIdx.x / across);
     tile.first = blockIdx.x % across * Tile::kColumns;
-    Inputs in;
     wait_for_previous_kernel();
     allow_next_kernel();
     function.begin(tile.row, tile.rows);
+    compute(tile, from, out);
+  }
+
+  // The tile, of which row and column are known.
+  DG_DEVICE void compute(const Tile& tile, const RowsInput (&from)[kInputs], const RowsOutput& out) const {
+    Inputs in;
     load<0, kMatrices>(tile, tile.row, true, from, in);
     if constexpr (kMatrices < kInputs) load<kMatrices, kInputs>(tile, function.group, function.group >= 0, from, in);
     typename Tile::Floats v[Tile::kChunks];

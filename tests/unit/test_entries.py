@@ -68,10 +68,11 @@ MOST = {
     "fp8 epilogue": 11,
     "bf16 epilogue": 11,
     "experts": 5,
+    **dict.fromkeys(("experts of mxfp4", "experts of mxfp4 and bf16"), 7),
 }
 """Most calls enter the public function and its entry; with groups along M also the alignment or the estimate, and with
 two launches the function that makes both. Calls with an epilogue make it, and pass through two entries. Of a
-mixture of experts two pairs are looked at first."""
+mixture of experts two pairs are looked at first, and with MXFP4 weights the options too."""
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "own"])

@@ -31,7 +31,7 @@ LAYERS: list[tuple[str, ...]] = [
     (*("deep_gemm.attention", "deep_gemm.batched", "deep_gemm.cublaslt", "deep_gemm.prenorm", "deep_gemm.dense",
         "deep_gemm.epilogue", "deep_gemm.fused", "deep_gemm.grouped", "deep_gemm.layout", "deep_gemm.mega_moe",
         "deep_gemm.moe", "deep_gemm.operators", "deep_gemm.quantize", "deep_gemm.testing"), "deep_gemm.unsupported"),
-    ("deep_gemm.fp4",), ("deep_gemm.utils",),
+    ("deep_gemm.fp4", "deep_gemm.fp4_moe"), ("deep_gemm.utils",),
     ("deep_gemm.aot.headers", "deep_gemm.aot.inputs", "deep_gemm.aot.layers", "deep_gemm.aot.patterns"),
     ("deep_gemm.aot.quantization",), ("deep_gemm.aot.deepseek_v4", "deep_gemm.aot.scales", "deep_gemm.aot.stacks"),
     ("deep_gemm.aot.attention_layers", "deep_gemm.aot.experts", "deep_gemm.aot.model"),

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
-from deep_gemm.ops.moe_rows import Combine, Dispatch, most_rows
+from deep_gemm.kernels.moe_kernels import GATED
+from deep_gemm.ops.moe_rows import Activate, Combine, Dispatch, most_rows
 
 E4M3, F32, I32, NAN = torch.float8_e4m3fn, torch.float32, torch.int32, float("nan")
 ALIGNMENT, SMS = 16, 3
@@ -61,18 +62,21 @@ def dispatched(sizes: tuple[int, ...], masked: bool, fp8: bool, given: tuple[str
     found |= {"places": torch.full((tokens, top_k), -7, dtype=I32)}
     found |= {"weights": torch.rand(tokens, top_k), "factors": torch.full(rows, NAN)} if "weights" in given else {}
     found |= {"stats": torch.arange(experts, dtype=I32)} if "stats" in given else {}
+    if "copied" in given:
+        return found | {"values": torch.full((*rows, width), NAN).bfloat16()}
     values = torch.full((*rows, width), 255, dtype=torch.uint8).view(E4M3)
     return found | {"values": values, "scales": columns_first(*rows, blocks)}
 
 
 def both(sizes: tuple[int, ...], masked: bool, fp8: bool, given: tuple[str, ...], folder: Path, **how: Any) -> None:
-    operation = Dispatch((*(["sfx"] if fp8 else []), *given))
+    cast = "copied" not in given
+    operation = Dispatch((*(["sfx"] if fp8 else []), *(name for name in given if name != "copied")), cast)
     results = []
     for seed in (0, 0):
         tensors = dispatched(sizes, masked, fp8, given, seed)
-        pair = tensors["values"], tensors["scales"]
+        out: Any = (tensors["values"], tensors["scales"]) if cast else tensors["values"]
         named = {name: x for name, x in tensors.items() if name not in ("values", "scales")}
-        results.append(operation.check(**named, out=pair, alignment=ALIGNMENT))
+        results.append(operation.check(**named, out=out, alignment=ALIGNMENT))
     operation.reference(results[0])
     run(results[1], folder, *how.pop("edits", ()), **how)
     for name, wanted in results[0].tensors.items():
@@ -94,6 +98,12 @@ def test_tokens_are_sent_as_the_reference_sends_them(
 ) -> None:
     for sizes in SIZES:
         both(sizes, masked, fp8, given, folder, backwards=sizes[0] == 7)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["psum", "masked"])
+def test_tokens_are_copied_as_the_reference_copies_them(masked: bool, folder: Path) -> None:
+    for sizes in SIZES:
+        both(sizes, masked, False, ("copied",), folder)
 
 
 @settings(deadline=None, max_examples=25)
@@ -130,7 +140,7 @@ def all_sizes(edit: tuple[str, str, str], folder: Path) -> None:
         both(sizes, False, False, (), folder, edits=(edit,), backwards=True)
 
 
-def combined(tokens: int, top_k: int, width: int, weighted: bool) -> tuple[Tensors, Tensors]:
+def combined(tokens: int, top_k: int, width: int, weighted: bool, biased: bool) -> tuple[Tensors, Tensors]:
     """Operands for the reference, and the same for the kernel. Rows that no choice has are NaN."""
     torch.manual_seed(tokens)
     x = torch.full((tokens * top_k + 9, width), NAN).bfloat16()
@@ -138,14 +148,25 @@ def combined(tokens: int, top_k: int, width: int, weighted: bool) -> tuple[Tenso
     x[places.flatten().long()] = torch.randn(tokens * top_k, width).bfloat16()
     places[torch.rand(places.shape) < 0.2] = -1
     found = {"x": x, "places": places, **({"weights": torch.rand(tokens, top_k)} if weighted else {})}
+    if biased:
+        found |= {"chosen": torch.randint(7, places.shape).masked_fill(places < 0, -1)}
+        found |= {"bias": torch.randn(7, width).bfloat16()}
     wide = [torch.full((tokens, width + 8), 7.0).bfloat16() for _ in range(2)]
     first, second = ({**found, "y": each[:, :width]} for each in wide)
     return first, second
 
 
-def check_sums(tokens: int, top_k: int, width: int, weighted: bool, folder: Path, *edits: tuple[str, str, str]) -> None:
-    operation = Combine(weighted)
-    wanted, found = (operation.check(**each) for each in combined(tokens, top_k, width, weighted))
+def check_sums(
+    tokens: int,
+    top_k: int,
+    width: int,
+    weighted: bool,
+    folder: Path,
+    *edits: tuple[str, str, str],
+    biased: bool = False,
+) -> None:
+    operation = Combine(weighted, biased)
+    wanted, found = (operation.check(**each) for each in combined(tokens, top_k, width, weighted, biased))
     assert wanted is not None
     assert found is not None
     operation.reference(wanted)
@@ -153,14 +174,85 @@ def check_sums(tokens: int, top_k: int, width: int, weighted: bool, folder: Path
     assert torch.equal(found.tensors["y"], wanted.tensors["y"])
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_rows_are_added_as_the_reference_adds_them(weighted: bool, folder: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "weighted", "weighted and biased"])
+def test_rows_are_added_as_the_reference_adds_them(kind: str, folder: Path) -> None:
     for tokens, top_k, width in ((1, 1, 16), (5, 8, 272), (37, 6, 128), (2, 33, 4096)):
-        check_sums(tokens, top_k, width, weighted, folder)
+        check_sums(tokens, top_k, width, kind != "plain", folder, biased="biased" in kind)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("edit", [("* 2, row >= 0,", "* 2, true,"), ("__fadd_rn(sums[e],", "__fadd_rn(sums[0],")])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("input_stride + column) * 2, row >= 0,", "input_stride + column) * 2, true,"),
+        ("__fadd_rn(sums[e],", "__fadd_rn(sums[0],"),
+    ],
+)
 def test_a_wrong_sum_is_seen(edit: tuple[str, str], folder: Path) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
-        check_sums(5, 8, 272, True, folder, ("moe_combine.cuh", *edit))
+        check_sums(5, 8, 272, True, folder, ("moe_combine.cuh", *edit), biased=True)
+
+
+def activated(function: str, fp8: bool, biased: bool, masked: bool, columns: int) -> list[Tensors]:
+    """Operands for the reference, and the same for the kernel: 9 tokens with 4 of 5 experts. Rows without a choice are
+    NaN."""
+    torch.manual_seed(columns)
+    shape = (5, 12) if masked else (60,)
+    x = torch.full((60, 2 * columns), NAN)
+    places = torch.randperm(60)[:36].view(9, 4).int()
+    x[places.flatten().long()] = 3 * torch.randn(36, 2 * columns)
+    places[torch.rand(places.shape) < 0.2] = -1
+    found = {"x": x.bfloat16().view(*shape, -1), "places": places}
+    if biased:
+        found |= {"chosen": torch.randint(5, (9, 4)), "bias": torch.randn(5, 2 * columns).bfloat16()}
+    made = []
+    for _ in range(2):
+        values = torch.full((*shape, columns), 7.0).to(E4M3 if fp8 else torch.bfloat16)
+        scales = {"scales": columns_first(*shape, -(-columns // 128))} if fp8 else {}
+        made.append({**found, "values": values, **scales})
+    return made
+
+
+def check_activation(
+    function: str, fp8: bool, biased: bool, masked: bool, columns: int, folder: Path, *edits: tuple[str, str, str]
+) -> None:
+    operation = Activate(function, fp8, biased)
+    checked = []
+    for tensors in activated(function, fp8, biased, masked, columns):
+        named = {name: x for name, x in tensors.items() if name not in ("values", "scales")}
+        out: Any = (tensors["values"], tensors["scales"]) if fp8 else tensors["values"]
+        checked.append(operation.check(**named, out=out, limit=2.0))
+    wanted, found = checked
+    assert wanted is not None
+    assert found is not None
+    operation.reference(wanted)
+    run(found, folder, *edits)
+    if fp8:
+        torch.testing.assert_close(found.tensors["scales"], wanted.tensors["scales"], rtol=1e-5, atol=0, equal_nan=True)
+    spread = {"rtol": 1 / 8 if fp8 else 1 / 128, "atol": 0.1 if fp8 else 1e-5}  # one step of the dtype
+    torch.testing.assert_close(found.tensors["values"].float(), wanted.tensors["values"].float(), **spread)
+    unwritten = (found.tensors["values"].float() == 7).all(-1).sum()
+    assert unwritten == 60 - (found.tensors["places"] >= 0).sum(), "rows that no choice has are not written"
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("function", GATED)
+def test_activations_are_those_of_the_reference(function: str, fp8: bool, folder: Path) -> None:
+    for columns, masked in ((96, True), (288, False), (1120, True)):
+        check_activation(function, fp8, function == "swigluoai", masked, columns, folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("if (row < 0) return;\n    tile.row = static_cast<u32>(row);", "tile.row = row < 0 ? 0 : row;"),
+        ("static_cast<int>(chosen[choice])", "0"),
+        ("tile.row / room * scale_stride_group", "0"),
+        ("% across * Tile::kColumns", "% across * 0"),
+    ],
+    ids=str,
+)
+def test_a_wrong_activation_is_seen(edit: tuple[str, str], folder: Path) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_activation("swigluoai", True, True, True, 1120, folder, ("moe_activate.cuh", *edit))
