@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from itertools import product
 from types import MappingProxyType
@@ -44,9 +45,9 @@ class _OneConfig(KernelFamily):
         """None: shared memory is static."""
         return 0
 
+    @abstractmethod
     def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """None: dense products need no experts."""
-        return []
+        """What models with MXFP4 weights need of `fp8_fp4_moe` and `bf16_fp4_moe`."""
 
 
 class DispatchFamily(_OneConfig):
@@ -134,6 +135,10 @@ class DispatchFamily(_OneConfig):
         """Those of `deep_gemm.fp8_moe`."""
         return self._cases(((),))
 
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
+        """See `_OneConfig`: of bfloat16 tokens."""
+        return self._cases(((), ("copied",)), ("bf16",))
+
     def _cases(self, given: tuple[tuple[str, ...], ...], sources: Iterable[str] = _SOURCES) -> list[KernelParams]:
         every = product(sources, (False, True), given)
         specs = [DispatchSpec(64, 4096, 256, 8, 64, masked, dtype, given) for dtype, masked, given in every]  # type: ignore[arg-type]
@@ -198,6 +203,10 @@ class CombineFamily(_OneConfig):
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """That of `deep_gemm.fp8_moe`."""
         return self.cases()[1:2]
+
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
+        """See `_OneConfig`: with the router's weights."""
+        return self.cases()[1:]
 
 
 class ActivateFamily(_OneConfig):
@@ -270,8 +279,13 @@ class ActivateFamily(_OneConfig):
         return [self.params(spec, self.config, SM90) for spec in specs]
 
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """None: experts with MXFP4 weights compile theirs when they are first called."""
-        return []
+        """Those of gpt-oss with bfloat16, and of DeepSeek-V4 with FP8."""
+        served = ("swigluoai", "bias", "bf16"), ("swiglu", "e4m3")
+        return [each for each in self.cases() if (*each.options, each.output) in served]
+
+    def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
+        """See `_OneConfig`: SwiGLU without biases, and gpt-oss's activation with them."""
+        return [each for each in self.cases() if ("bias" in each.options) == GATED[str(each.options[0])][1]]
 
 
 def _of_scales(strides: Strides, room: int) -> dict[str, Value]:

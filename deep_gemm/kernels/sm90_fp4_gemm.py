@@ -307,13 +307,13 @@ class Fp4Family(KernelFamily):
         return found
 
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """With relative exponents, what experts of gpt-oss and DeepSeek-V4 need for decoding: all masked forms of up to
-        32 on a GPU, and rows with labels, as `nn.MoE` has them, of 32, 128 and 256. All others compile when they are
+        """With relative exponents, what experts of gpt-oss and DeepSeek-V4 need: all masked forms of up to 32 on a GPU,
+        and the psum form, which mixtures have from 65 tokens on, of 32, 128 and 256. All others compile when they are
         first called."""
         few = [(stream(tokens), "masked", 32) for tokens in TOKENS]
         narrow = [(stream(tokens, narrow=True), "masked", 32) for tokens in TOKENS if tokens <= 32]
-        labels = [(stream(TOKENS[-1]), "contiguous", groups.segments("contiguous", x)) for x in (32, 128, 256)]
-        by_dtype = {"e4m3": few + narrow + labels, "bf16": few + labels}
+        many = [(stream(TOKENS[-1]), "psum", groups.segments("psum", x)) for x in (32, 128, 256)]
+        by_dtype = {"e4m3": few + narrow + many, "bf16": few + many}
         return [
             KernelParams(self.name, arch.name, config, dtype=dtype, grouping=form, segments=size, options=(False,))
             for dtype, found in by_dtype.items()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deep_gemm import fused, quantize
+from deep_gemm import fp4_moe, fused, quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, expert_names
 from deep_gemm.nn.fp4_linear import Activations, FP4GroupedLinear
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 
 Gate: TypeAlias = Literal["swiglu", "swigluoai"]
+
+
+Chain: TypeAlias = Callable[["MoE", Tensor, Tensor, Tensor], Tensor]
+"""Computes experts in one call: of a layer, tokens, their choices, and the weights of these."""
 
 
 def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
@@ -198,6 +203,9 @@ class MoE(nn.Module):
         return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        if (chain := self._chain(weights)) is not None:
+            self._refuse_gradient(x)
+            return chain(self, x, chosen.contiguous(), weights.contiguous())
         routing = Routing.from_choices(chosen, self.gate_up.local_groups)
         for watch in self.watchers:
             watch(x, routing)
@@ -213,12 +221,25 @@ class MoE(nn.Module):
         hidden: Tensor = layer.product(layer.operand_of(routing.spread(x.detach())), routing)
         return hidden
 
-    def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+    def _chain(self, weights: Tensor) -> Chain | None:
+        """What computes the experts in one call. None if nothing does with these layers, if the router takes a gradient
+        or rows are watched, and for a bias that is not bfloat16."""
+        if self.watchers or (torch.is_grad_enabled() and weights.requires_grad):
+            return None
+        biases = [layer.bias for layer in (self.gate_up, self.down) if isinstance(layer, FP4GroupedLinear)]
+        whole = any(bias is not None and bias.dtype != torch.bfloat16 for bias in biases)
+        return None if whole else _CHAINS.get(type(self.gate_up))
+
+    @staticmethod
+    def _refuse_gradient(x: Tensor) -> None:
         if torch.is_grad_enabled() and x.requires_grad:
             raise InvalidInputError(
                 "x requires grad, and the weights of the experts take none: gradients end here. Call the layer under "
                 "torch.no_grad(), or build it with mode='training'."
             )
+
+    def _plain(self, x: Tensor, weights: Tensor, routing: Routing) -> Tensor:
+        self._refuse_gradient(x)
         layer: Any = self.down
         out = layer.product(self._gated(self.hidden(x, routing), routing), routing)
         chosen = routing.choices(out)
@@ -243,6 +264,18 @@ class MoE(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         expert_names.adapt(state_dict, prefix, self)
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def _fp4_chain(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    gate_up, down = (layer for layer in (moe.gate_up, moe.down) if isinstance(layer, FP4GroupedLinear))
+    call: Callable[..., Tensor] = fp4_moe.fp8_fp4_moe if gate_up.activations == "fp8" else fp4_moe.bf16_fp4_moe
+    operands = [(layer.own(layer.packed), layer.own(layer.factors)) for layer in (gate_up, down)]
+    biases = tuple(layer.own(layer.bias) for layer in (gate_up, down) if layer.bias is not None)
+    return call(x, chosen, weights, *operands, activation=moe.activation, clamp=moe.limit, bias=biases or None)
+
+
+_CHAINS: Mapping[type, Chain] = MappingProxyType({FP4GroupedLinear: _fp4_chain})
+"""By the layers that have the weights. Others have the launches of `MoE._plain`."""
 
 
 def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:

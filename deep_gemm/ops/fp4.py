@@ -268,8 +268,9 @@ def specs(
 
 
 def helpers(op: str) -> tuple[str, ...]:
-    """The kernels that may run before the product of ``op``."""
-    return ("transpose_scales",) if "fp8_fp4" in op else ()
+    """The kernels that may run before the product of ``op``, and around products of experts."""
+    experts = ("moe_activate", "moe_combine", "moe_dispatch") if op.startswith("m_grouped") else ()
+    return (*(("transpose_scales",) if "fp8_fp4" in op else ()), *experts)
 
 
 def is_fp4(b: Any) -> bool:

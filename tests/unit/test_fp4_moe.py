@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from fp4_moe_cases import ERRORS, SIZES, exact, problem
+from gpu_fakes import FakeGpu
 from moe_cases import relative
 
 import deep_gemm
@@ -54,6 +55,21 @@ def test_each_row_is_as_that_of_separate_calls(sizes: tuple[int, ...], kind: str
             multiply(h, down, row)
             total = total + (row[0].float() + of_down[expert]) * weight
         assert torch.equal(found[token], total.bfloat16())
+
+
+@kinds
+def test_few_tokens_take_five_launches_of_the_masked_form(kind: str, gpu: FakeGpu) -> None:
+    """In which an expert's rows are as many as there are tokens, not multiples of 128."""
+    for tokens, grouping in ((5, "masked"), (64, "masked"), (65, "psum")):
+        given, _ = problem(kind, tokens, 8, 2, 256, 128)
+        gpu.launched.clear()
+        FUNCTIONS[kind](**given)
+        specs = [launch.spec for launch in gpu.launched]
+        assert [launch.kernel for launch in gpu.launched] == ["dispatch", "fp4", "activate", "fp4", "combine"]
+        assert {spec.grouping for spec in (specs[1], specs[3])} == {grouping}
+        if grouping == "masked":
+            assert specs[1].m == specs[2].room == -(-tokens // 4) * 4
+        assert specs[2].choices == 2 * tokens
 
 
 @kinds

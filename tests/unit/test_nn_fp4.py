@@ -68,6 +68,39 @@ def test_each_group_has_its_weights_and_bias() -> None:
         assert torch.equal(moved.half().bfloat16()(x, routing), y), "casts leave weights and factors"
 
 
+@pytest.mark.parametrize("layer", [GPT_OSS, DEEPSEEK_V4], ids=str)
+@pytest.mark.parametrize("tokens", [5, 70])
+@torch.no_grad()
+def test_experts_are_one_call_unless_rows_are_watched_or_biases_are_float32(layer: Layer, tokens: int) -> None:
+    small, x = layer.resized(WIDTH, HIDDEN, EXPERTS, 2), matrix(tokens, WIDTH)
+    moe = small.module("cpu")
+    moe.load_state_dict(small.state())
+    weights, chosen = moe.route(x)
+    call: Any = deep_gemm.fp8_fp4_moe if moe.gate_up.activations == "fp8" else deep_gemm.bf16_fp4_moe
+    biases = None if moe.gate_up.bias is None else (moe.gate_up.bias, moe.down.bias)
+    given = [(each.packed, each.factors) for each in (moe.gate_up, moe.down)]
+    y = call(x, chosen, weights, *given, activation=moe.activation, clamp=moe.limit, bias=biases)
+    assert torch.equal(moe(x), y)
+    seen: list[int] = []
+    moe.watchers.append(lambda rows, routing: seen.append(len(rows)))
+    assert relative(moe(x), y) < 0.01
+    assert seen == [tokens]
+    moe.watchers.clear()
+    if moe.down.bias is not None:
+        moe.down.float()
+        assert relative(moe(x), y) < 0.01
+
+
+def test_a_router_takes_its_gradient() -> None:
+    small = GPT_OSS.resized(WIDTH, HIDDEN, EXPERTS, 2)
+    moe = small.module("cpu")
+    moe.load_state_dict(small.state())
+    moe.router.weight.requires_grad_(True)
+    moe(matrix(5, WIDTH)).sum().backward()
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad.abs().sum() > 0
+
+
 def test_a_choice_of_no_expert_adds_nothing() -> None:
     """Neither the bias of gate and up, nor that of down, which is added with the router's weights."""
     small, x = GPT_OSS.resized(WIDTH, HIDDEN, EXPERTS, 2), matrix(37, WIDTH)

@@ -15,7 +15,7 @@ from gpu_fakes import FakeGpu
 from model_cases import BERT, DEEPSEEK_V3, DEEPSEEK_V32, GLM_45, LLAMA_8B, precompile, runs
 
 import deep_gemm
-from deep_gemm import Epilogue, ops, quantize, select
+from deep_gemm import Epilogue, kernels, ops, quantize, select
 from deep_gemm.aot import build, inputs, workload
 from deep_gemm.aot.layers import (
     ABSORBED,
@@ -234,6 +234,17 @@ def test_activations_between_experts_of_mxfp4_are_compiled_too(kind: str, output
         asked = RowsSpec(name, count, 2880, "bf16", output, FUNCTIONS[name].forms[0], given)
         assert ROWS.params(asked, ROWS.config_of(asked, SM90), SM90) in found
     assert not build.choose((), layers=made).kernels
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_launches_around_experts_of_mxfp4_are_compiled_too(kind: str) -> None:
+    """Those of a call of the model: of any number of tokens, and with biases or without."""
+    shape = GemmShape(64, 5760, 2880, op=f"m_grouped_{kind}_fp4_gemm_nt_masked", groups=32)
+    found = {kernels.get(params.kernel).kernel_name(params) for params in build.choose((shape,)).kernels}
+    assert {f"moe_dispatch_{form}_{'copied_' * (kind == 'bf16')}bf16" for form in ("masked", "psum")} <= found
+    output = "bf16" if kind == "bf16" else "e4m3"
+    assert {f"moe_activate_swiglu_{output}", f"moe_activate_swigluoai_bias_{output}"} <= found
+    assert {"moe_combine_weights", "moe_combine_weights_bias"} <= found
 
 
 @pytest.mark.parametrize(
@@ -476,11 +487,11 @@ def test_kernels_of_both_positions_of_the_switch_are_compiled_ahead() -> None:
     for value in (False, True):
         deep_gemm.set_batch_invariant(value)
         found[value] = [build.kernels_of(shape, SM90) for shape in shapes]
-        for shape, kernels in zip(shapes, found[value], strict=True):
+        for shape, each in zip(shapes, found[value], strict=True):
             asked = build.spec_of(shape, SM90)
             assert asked.batch_invariant is value
             first = select.rank(asked, SM90)[0].config
-            assert first in [params.config for params in kernels]
+            assert first in [params.config for params in each]
     assert found[True] == found[False]
-    assert any(len(kernels) > 1 for kernels in found[True])
+    assert any(len(each) > 1 for each in found[True])
     assert replace(asked, batch_invariant=False) != asked
