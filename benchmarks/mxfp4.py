@@ -3,8 +3,9 @@
     python benchmarks/mxfp4.py --output FILE
 
 times CUDA graphs of calls that go through at least 256 MB of weights, on one GPU: experts with a few rows each (masked)
-and dense products. Weights are transformed, and declared constant. A row for each size and type of activations goes to
-FILE. `gb_s` counts the bytes of a checkpoint, 4.25 bits a weight.
+and dense products, and some with many rows (contiguous), these of BF16 weights too. Weights are transformed, and
+declared constant. A row for each size and type of activations goes to FILE. `gb_s` counts the bytes of a checkpoint,
+4.25 bits a weight.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ EXPERTS = ((32, 20), (6, 20), (16, 4), (8, 64))
 SHAPES = ((6144, 7168), (7168, 3072), (4096, 4096), (5760, 2880))
 """N x K of experts: DeepSeek-V4's, and gpt-oss's."""
 DENSE, ROWS = ((4096, 7168), (7168, 2048)), (1, 16, 64)
+LARGE = ((8, 512, 6144, 7168), (32, 128, 6144, 7168), (8, 512, 7168, 3072), (1, 2048, 4096, 7168))
+"""Groups, rows of each, N and K."""
 LEAST_BYTES = 256 << 20
 
 Calls = dict[str, Sequence[Callable[[], Any]]]
@@ -68,6 +71,26 @@ def experts(groups: int, rows: int, n: int, k: int) -> Calls:
     }
 
 
+def many(groups: int, rows: int, n: int, k: int) -> Calls:
+    """Groups of rows with labels, which fill whole tiles."""
+    x = torch.randn(groups * rows, k, device="cuda")
+    a, half, d = quantize.rows(x), x.bfloat16(), x.new_empty(groups * rows, n).bfloat16()
+    labels = torch.arange(groups, dtype=torch.int32, device="cuda").repeat_interleave(rows)
+    packed, whole = weights(groups, n, k), torch.randn(groups, n, k, device="cuda").bfloat16()
+    scales = torch.ones(groups, -(-n // 128), -(-k // 128), device="cuda")
+
+    def call(function: Callable[..., Any], x: Any, b: Any) -> Callable[[], Any]:
+        return lambda: function(x, b, d, labels)
+
+    of_fp8, of_bf16 = deep_gemm.m_grouped_fp8_fp4_gemm_nt_contiguous, deep_gemm.m_grouped_bf16_fp4_gemm_nt_contiguous
+    return {
+        "fp8": [call(of_fp8, a, b) for b in copies(deep_gemm.transform_fp4_weights(*packed))],
+        "bf16": [call(of_bf16, half, b) for b in copies(deep_gemm.transform_fp4_weights(*packed, "bf16"))],
+        "fp8 weights": [call(of_fp8, a, b) for b in copies((whole.to(torch.float8_e4m3fn), scales))],
+        "bf16 weights": [call(deep_gemm.m_grouped_bf16_gemm_nt_contiguous, half, b) for (b,) in copies((whole,))],
+    }
+
+
 def dense(m: int, n: int, k: int) -> Calls:
     x = torch.randn(m, k, device="cuda")
     a, half, d = quantize.rows(x), x.bfloat16(), torch.empty(m, n, device="cuda").bfloat16()
@@ -84,10 +107,14 @@ def dense(m: int, n: int, k: int) -> Calls:
     def bf16(b: Any) -> Callable[[], None]:
         return lambda: deep_gemm.bf16_fp4_gemm_nt(half, b, d)
 
+    def of_half(b: Any) -> Callable[[], None]:
+        return lambda: deep_gemm.bf16_gemm_nt(half, b, d)
+
     return {
         "fp8": [fp8(b) for b in copies(deep_gemm.transform_fp4_weights(*packed))],
         "bf16": [bf16(b) for b in copies(deep_gemm.transform_fp4_weights(*packed, "bf16"))],
         "fp8 weights": [fp8(b) for b in copies(whole)],
+        **({} if m in ROWS else {"bf16 weights": [of_half(b) for (b,) in copies((whole[0].bfloat16(),))]}),
     }
 
 
@@ -98,8 +125,8 @@ def main(output: Path | None) -> None:
     origin = provenance.environment()
     sizes = [(groups, rows, n, k) for n, k in SHAPES for groups, rows in EXPERTS]
     sizes += [(1, m, n, k) for n, k in DENSE for m in ROWS]
-    for groups, rows, n, k in sizes:
-        calls = dense(rows, n, k) if groups == 1 else experts(groups, rows, n, k)
+    for groups, rows, n, k in (*sizes, *LARGE):
+        calls = dense(rows, n, k) if groups == 1 else (many if rows >= 128 else experts)(groups, rows, n, k)
         found = timing.graph(calls)
         for kind, us in found.items():
             gb_s = groups * n * k * 17 / 32 / us / 1e3

@@ -100,7 +100,7 @@ def freed(x: torch.Tensor) -> torch.Tensor:
 
 
 OTHER = {E4M3: torch.float8_e5m2, BF16: FP16, FP16: BF16, F32: torch.int32, torch.int32: F32}
-OTHER |= {torch.int64: torch.float64}
+OTHER |= {torch.int64: torch.float64, torch.uint8: torch.int8, torch.int16: FP16}
 
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None, tuple[str, ...]]] = {
     "negative": (torch._neg_view, "a view whose sign is applied when it is read", ("warm", "replay")),
@@ -114,7 +114,7 @@ CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str | None, tup
 }
 
 
-UNSEEN = {("negative", E4M3), ("negative", torch.int32), ("negative", torch.int64)}
+UNSEEN = {("negative", dtype) for dtype in (E4M3, torch.uint8, torch.int16, torch.int32, torch.int64)}
 """What a warm call does not look for: see `KernelOperation.unsigned`."""
 
 
@@ -158,8 +158,9 @@ def test_an_output_that_begins_to_require_grad_is_seen(gpu: FakeGpu, own: Custom
 @pytest.mark.parametrize("name", KINDS)
 def test_every_call_goes_to_its_own_operands(gpu: FakeGpu, own: CustomGpu, name: str) -> None:
     """First, warm and replayed, in one launch; groups of FP8 along K make their maps before it, and a mixture has four
-    launches."""
+    or five launches."""
     most = {"k fp8": 2, "k padded": 2, "experts": 4, "experts of fp8": 4}
+    most |= dict.fromkeys(("experts of mxfp4", "experts of mxfp4 and bf16"), 5)
     kept = [KINDS[name].tensors() for _ in range(4)]
     for tensors in kept:
         for _ in range(3):
