@@ -286,6 +286,10 @@ inline void ptx_prmt_b32(u32& d, u32 a, u32 b, u32 which) {
   d = 0;
   for (u32 i = 0; i < 4; ++i) d |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
 }
+inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (static_cast<u64>(high) << 32 | low) >> (shift & 31); }
+inline void ptx_mul_rn_bf16x2(u32& d, u32 a, u32 b) {
+  d = to_bf16(from_bf16(a) * from_bf16(b)) | static_cast<u32>(to_bf16(from_bf16(a >> 16) * from_bf16(b >> 16))) << 16;
+}
 inline u32 __byte_perm(u32 a, u32 b, u32 which) {
   u32 d;
   ptx_prmt_b32(d, a, b, which);
