@@ -93,6 +93,10 @@ class FP4GroupedLinear(Divisible):
         """The groups that this rank has."""
         return int(self.own(self.packed).shape[0])
 
+    def plain(self) -> tuple[Tensor, Tensor]:
+        """The weights of this rank, as products take them."""
+        return self.own(self.packed), self.own(self.factors)
+
     def takes_gradient(self) -> bool:
         """Never: weights of 4 bits are not trained."""
         return False
@@ -102,7 +106,7 @@ class FP4GroupedLinear(Divisible):
         padding are zeros."""
         rows = x[0] if isinstance(x, tuple) else x
         d = torch.empty(rows.shape[0], self.out_features, dtype=torch.bfloat16, device=rows.device)
-        weights = self.own(self.packed), self.own(self.factors)
+        weights = self.plain()
         if self.activations == "bf16":
             fp4.m_grouped_bf16_fp4_gemm_nt_contiguous(rows, weights, d, routing.labels)
         else:

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 Gate: TypeAlias = Literal["swiglu", "swigluoai"]
 
 
-Chain: TypeAlias = Callable[["MoE", Tensor, Tensor, Tensor], Tensor]
-"""Computes experts in one call: of a layer, tokens, their choices, and the weights of these."""
-
-
 def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
     """The gradient of gate and up (rows, 2 * n), given the gradient d (rows, n) of silu(gate) * up."""
     gate, up = hidden.float().chunk(2, dim=1)
@@ -205,7 +201,12 @@ class MoE(nn.Module):
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         if (chain := self._chain(weights)) is not None:
             self._refuse_gradient(x)
-            return chain(self, x, chosen.contiguous(), weights.contiguous())
+            how: dict[str, Any] = {"clamp": self.limit}
+            if isinstance(self.gate_up, FP4GroupedLinear):
+                biases = tuple(each.own(each.bias) for each in (self.gate_up, self.down) if each.bias is not None)
+                how |= {"activation": self.activation, "bias": biases or None}
+            pairs = self.gate_up.plain(), self.down.plain()
+            return chain(x, chosen.contiguous(), weights.contiguous(), *pairs, **how)
         routing = Routing.from_choices(chosen, self.gate_up.local_groups)
         for watch in self.watchers:
             watch(x, routing)
@@ -221,14 +222,17 @@ class MoE(nn.Module):
         hidden: Tensor = layer.product(layer.operand_of(routing.spread(x.detach())), routing)
         return hidden
 
-    def _chain(self, weights: Tensor) -> Chain | None:
-        """What computes the experts in one call. None if nothing does with these layers, if the router takes a gradient
-        or rows are watched, and for a bias that is not bfloat16."""
+    def _chain(self, weights: Tensor) -> Callable[..., Tensor] | None:
+        """What computes the experts in one call. None if nothing does with these weights, if the router takes a
+        gradient or rows are watched, and for a bias that is not bfloat16."""
         if self.watchers or (torch.is_grad_enabled() and weights.requires_grad):
             return None
-        biases = [layer.bias for layer in (self.gate_up, self.down) if isinstance(layer, FP4GroupedLinear)]
-        whole = any(bias is not None and bias.dtype != torch.bfloat16 for bias in biases)
-        return None if whole else _CHAINS.get(type(self.gate_up))
+        layers = self.gate_up, self.down
+        if isinstance(self.gate_up, FP4GroupedLinear):
+            half = all(each.bias is None or each.bias.dtype == torch.bfloat16 for each in layers)
+            return _CHAINS.get(f"mxfp4 {self.gate_up.activations}") if half else None
+        is_stored = all(each.mode == "inference" for each in layers) and self.activation == "swiglu"
+        return _CHAINS.get("fp8") if is_stored else None
 
     @staticmethod
     def _refuse_gradient(x: Tensor) -> None:
@@ -266,16 +270,14 @@ class MoE(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _fp4_chain(moe: MoE, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    gate_up, down = (layer for layer in (moe.gate_up, moe.down) if isinstance(layer, FP4GroupedLinear))
-    call: Callable[..., Tensor] = fp4_moe.fp8_fp4_moe if gate_up.activations == "fp8" else fp4_moe.bf16_fp4_moe
-    operands = [(layer.own(layer.packed), layer.own(layer.factors)) for layer in (gate_up, down)]
-    biases = tuple(layer.own(layer.bias) for layer in (gate_up, down) if layer.bias is not None)
-    return call(x, chosen, weights, *operands, activation=moe.activation, clamp=moe.limit, bias=biases or None)
-
-
-_CHAINS: Mapping[type, Chain] = MappingProxyType({FP4GroupedLinear: _fp4_chain})
-"""By the layers that have the weights. Others have the launches of `MoE._plain`."""
+_CHAINS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
+    {
+        "mxfp4 fp8": fp4_moe.fp8_fp4_moe,
+        "mxfp4 bf16": fp4_moe.bf16_fp4_moe,
+    }
+)
+"""What computes experts in one call, by the format of their weights; "fp8" are those of `moe.fp8_moe`. Without it there
+are the launches of `MoE._plain`."""
 
 
 def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:
