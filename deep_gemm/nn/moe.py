@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from deep_gemm import fp4_moe, fused, quantize
+from deep_gemm import fp4_moe, fused, moe, quantize
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.kernels.moe_kernels import MOST_EXPERTS
 from deep_gemm.nn import casts, expert_names
 from deep_gemm.nn.fp4_linear import Activations, FP4GroupedLinear
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
@@ -19,6 +20,7 @@ from deep_gemm.nn.products import grouped_gradient, grouped_product
 from deep_gemm.nn.router import Router
 from deep_gemm.nn.routing import Routing
 from deep_gemm.nn.weights import Options, check_word, refuse_unknown
+from deep_gemm.ops import moe_chain
 from deep_gemm.ops.checks import MAX_SIZE, check_index
 from deep_gemm.tensors import kind_of
 
@@ -199,7 +201,7 @@ class MoE(nn.Module):
         return self._computed(x, torch.ones_like(chosen, dtype=torch.float32), chosen)
 
     def _computed(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        if (chain := self._chain(weights)) is not None:
+        if (chain := self._chain(x, weights)) is not None:
             self._refuse_gradient(x)
             how: dict[str, Any] = {"clamp": self.limit}
             if isinstance(self.gate_up, FP4GroupedLinear):
@@ -222,10 +224,12 @@ class MoE(nn.Module):
         hidden: Tensor = layer.product(layer.operand_of(routing.spread(x.detach())), routing)
         return hidden
 
-    def _chain(self, weights: Tensor) -> Callable[..., Tensor] | None:
-        """What computes the experts in one call. None if nothing does with these weights, if the router takes a
-        gradient or rows are watched, and for a bias that is not bfloat16."""
+    def _chain(self, x: Tensor, weights: Tensor) -> Callable[..., Tensor] | None:
+        """What computes the experts in one call. None if nothing does with these weights or on this GPU, if the router
+        takes a gradient or rows are watched, and for a bias that is not bfloat16."""
         if self.watchers or (torch.is_grad_enabled() and weights.requires_grad):
+            return None
+        if self.gate_up.local_groups > MOST_EXPERTS or not moe_chain.runs_on(x.device):
             return None
         layers = self.gate_up, self.down
         if isinstance(self.gate_up, FP4GroupedLinear):
@@ -274,10 +278,10 @@ _CHAINS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
     {
         "mxfp4 fp8": fp4_moe.fp8_fp4_moe,
         "mxfp4 bf16": fp4_moe.bf16_fp4_moe,
+        "fp8": moe.fp8_moe,
     }
 )
-"""What computes experts in one call, by the format of their weights; "fp8" are those of `moe.fp8_moe`. Without it there
-are the launches of `MoE._plain`."""
+"""What computes experts in one call, by the format of their weights. `MoE._plain` has the launches of others."""
 
 
 def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:

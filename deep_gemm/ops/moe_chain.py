@@ -15,8 +15,9 @@ from torch import Tensor
 from deep_gemm.runtime.calls import Parameter, make_entry
 from deep_gemm.runtime.operation import Fault
 
+from .. import arch
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.moe_kernels import MOST_EXPERTS
+from ..kernels.moe_kernels import DISPATCH, MOST_EXPERTS
 from ..parts import SWIGLU, Parts
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks, layouts
@@ -159,6 +160,20 @@ class Experts(MoeChain):
         added: Named = {"x": "results", "places": "places", "y": "y"}
         links.append(Link(_combine(not before), added | ({} if before else {"weights": "topk_weights"}), {}))
         return Links(links, scratch, Layout(), False)
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether a GPU has the kernels of these calls. A CPU computes references."""
+    if device.type != "cuda":
+        return True
+    try:
+        return arch.for_device(device.index).name in DISPATCH.archs
+    except UnsupportedError:
+        return False
+
+
+runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
+"""As `register` in runtime/operators.py."""
 
 
 def rows_of(x: Tensor, choices: int, experts: int, masked: bool) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import torch
 from moe_cases import ERROR, SIZES, exact, problem, relative
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError, fused, quantize
+from deep_gemm import InvalidInputError, UnsupportedError, arch, fused, quantize
 from deep_gemm.ops import moe_chain
 
 E4M3, I32 = torch.float8_e4m3fn, torch.int32
@@ -134,3 +134,15 @@ def test_too_many_experts_are_not_supported() -> None:
     many = torch.zeros(2049, 32, 16).to(E4M3), torch.ones(2049, 1, 1)
     with pytest.raises(UnsupportedError, match="gate_up has 2049 experts, but from 1 to 2048 are supported"):
         deep_gemm.fp8_moe(torch.zeros(1, 16).bfloat16(), torch.zeros(1, 1).long(), torch.ones(1, 1), many, many)
+
+
+@pytest.mark.parametrize(("capability", "served"), [((9, 0), True), ((8, 9), False), ((7, 5), False)])
+def test_layers_ask_whether_a_gpu_has_the_kernels(
+    capability: tuple[int, int], served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`nn.MoE` computes with its own launches elsewhere. A GPU of an unknown kind is refused by those."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(arch, "for_device", arch.for_device.__wrapped__)
+    assert moe_chain.runs_on(torch.device("cuda", 0)) is served
+    assert moe_chain.runs_on(torch.device("cpu"))
