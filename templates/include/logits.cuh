@@ -104,7 +104,7 @@ struct LogitPlaces {
   using Barriers = PipelineBarriers<C::kStages, 4, 1>;  // each stage is read by one consumer
   enum : u32 { kOffsetScratch = kOffsetBarriers + Barriers::kBytes + 4 * 8, kBytes = kOffsetScratch + kScratchBytes };
   static_assert(kBytes == C::kSharedBytes && kQueryBytes % 1024 == 0 && sizeof(LogitVisit<C>) % 16 == 0);
-  static_assert(C::kStages % C::kConsumers == 0);
+  static_assert(C::kStages % C::kConsumers == 0 && C::kStages >= 3 * C::kConsumers);
 
   u8* shared;
   u32 base;
@@ -137,6 +137,22 @@ struct LogitPlaces {
     barrier_init_fence();
   }
 
+  // By the warp that called `init`, before anything is loaded: publishes a visit in slot 0 of a unit for each consumer, in the first
+  // stages. No query attends a key of it and no row exists, so nothing is written, whatever is in shared memory. Consumers fetch the
+  // main loop's instructions from HBM once in a kernel; so they do while the first real keys are on their way.
+  DG_DEVICE void warm_up(u32 lane) const {
+    __syncwarp();
+    LogitVisit<C>& empty = visit(0);
+    if (lane < C::kTokens) empty.start[lane] = empty.end[lane] = 0;
+    if (lane == 0) {
+      empty.units = C::kConsumers;
+      empty.first_key = empty.row = empty.rows = 0;
+      barrier_arrive(visit_full(0));  // for the queries
+    }
+    barrier_arrive(visit_full(0));
+    if (lane < C::kConsumers) barrier_arrive(barriers.full(lane));
+  }
+
   // By one thread: loads a visit's queries, from `row` on.
   DG_DEVICE void load_queries(u32 slot, const TensorMap* map_q, u32 row) const {
     barrier_arrive_expect(visit_full(slot), kQueryBytes);
@@ -152,10 +168,11 @@ struct LogitProducer {
   const Places& places;
   u32 lane;
   bool begun;               // whether the first visit's queries are being loaded already
-  u32 slot = 0, round = 0;  // of visits
+  u32 slot = 1, round = 0;  // of visits; slot 0 has the one of `warm_up` first
   PipelineCursor<C::kStages> cursor;
 
-  DG_DEVICE LogitProducer(const Places& places, u32 lane, bool begun, u32 first_stage = 0)
+  // `first_stage` comes after those of `warm_up`, and of keys that are being loaded already.
+  DG_DEVICE LogitProducer(const Places& places, u32 lane, bool begun, u32 first_stage)
       : places(places), lane(lane), begun(begun), cursor{first_stage, 1} {}
 
   // Waits for room for a visit, and loads its queries, from `row` on. `publish` comes next.

@@ -4,7 +4,9 @@
 #pragma once
 #include "logits.cuh"
 
-enum : u32 { kSplitKeys = 256 };
+// kColdUnits: units of each consumer that are loaded before the first visit is published. A consumer releases none of them earlier, so
+// with more than its stages the producer would wait for ever; with many a short request's visit comes late.
+enum : u32 { kSplitKeys = 256, kColdUnits = 2 };
 
 template <class C, class Mma, class Arguments>
 struct PagedLogits {
@@ -12,6 +14,7 @@ struct PagedLogits {
   using Weights = LogitWeights<C>;
 
   static_assert(C::kConsumers <= 4);  // each has a producer warp
+  static_assert(kColdUnits * C::kConsumers <= C::kStages);
 
   const Arguments& arg;
   Places places;
@@ -33,7 +36,7 @@ struct PagedLogits {
   // Producer warp `warp` loads the units of consumer `warp`, each of one or more pages. One warp alone takes 500 cycles a unit, as
   // long as HBM does, and keys in L2 would wait for it. Warp 0 publishes visits, too.
   DG_DEVICE void produce(u32 warp, u32 lane) const {
-    LogitProducer<C> producer(places, lane, false, warp);
+    LogitProducer<C> producer(places, lane, false, C::kConsumers + warp);
     const u32* bounds = arg.schedule + 2 * blockIdx.x;
     u32 request = bounds[0], split = bounds[1];
     const u32 last_request = bounds[2], last_split = bounds[3], last_token = arg.next_n - 1;
@@ -88,7 +91,7 @@ struct PagedLogits {
         };
         if (warp == 0) producer.begin(arg.map_q, (row + token) * C::kHeads);
         // The first pages do not wait for weights.
-        if (cold) load(min_of(units, C::kStages));
+        if (cold) load(min_of(units, kColdUnits * C::kConsumers));
         cold = false;
         if (warp == 0) {
           producer.publish([&](LogitVisit<C>& visit) {
@@ -116,7 +119,10 @@ struct PagedLogits {
 
   DG_DEVICE void run() const {
     const u32 warp = uniform(threadIdx.x / 32);
-    if (warp == 0) places.init(threadIdx.x % 32);
+    if (warp == 0) {
+      places.init(threadIdx.x % 32);
+      places.warm_up(threadIdx.x % 32);
+    }
     if (threadIdx.x == 0) {
       tma_prefetch_map(arg.map_q);
       tma_prefetch_map(arg.map_k);
