@@ -1,8 +1,8 @@
 """DeepGEMM's fused mixture-of-experts layer for Hopper, for a group of one rank: its names, buffers and semantics, by
 the launches of `deep_gemm.fp8_moe`.
 
-`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work: kernels that they launch
-have not been run on a GPU, and none reads rows of gate and up that alternate by eight, so that each call copies them.
+`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work, and kernels that they
+launch have not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from . import quantize
 from .errors import InvalidInputError, UnsupportedError
 from .ops import checks, moe_chain
 from .ops.checks import MAX_SIZE, check_index, shown
+from .parts import EIGHT
 from .quantize import Quantized
 from .spec import SCALE_BLOCK, align
 
@@ -31,9 +32,6 @@ __all__ = [
 
 TOKEN_ALIGNMENT = 128
 """Of the most tokens of a rank."""
-
-TURNS = 8
-"""Rows of gate, and then of up, in turn."""
 
 
 class SymmBuffer:
@@ -144,18 +142,18 @@ def transform_weights_for_mega_moe_sm90(l1: Quantized, l2: Quantized) -> tuple[Q
 
     Returns l1 with 8 rows of gate and 8 rows of up in turn, a copy, and its scales as they were; and l2.
 
-    >>> values = torch.arange(32).view(1, 32, 1).to(torch.float8_e4m3fn)
+    >>> values = torch.cat([torch.arange(16), -torch.arange(16)]).view(1, 32, 1).to(torch.float8_e4m3fn)
     >>> (turned, _), _ = transform_weights_for_mega_moe_sm90((values, None), (None, None))
     >>> turned[0, :, 0].int().tolist()[4:12]
-    [4, 5, 6, 7, 16, 17, 18, 19]
+    [4, 5, 6, 7, 0, -1, -2, -3]
     """
     (values, scales), w2 = checks.pair("l1", l1), checks.pair("l2", l2)
     checks.check_tensor("the values of l1", values, (3,))
-    if values.shape[1] % (2 * TURNS):
+    if values.shape[1] % (2 * EIGHT):
         raise InvalidInputError(
-            f"l1 must have a multiple of {2 * TURNS} rows, gate's and then up's, but it is {tuple(values.shape)}."
+            f"l1 must have a multiple of {2 * EIGHT} rows, gate's and then up's, but it is {tuple(values.shape)}."
         )
-    halves = values.view(torch.uint8).unflatten(1, (2, -1, TURNS))
+    halves = values.view(torch.uint8).unflatten(1, (2, -1, EIGHT))
     return (halves.transpose(1, 2).reshape(values.shape).view(values.dtype), scales), w2
 
 
@@ -243,8 +241,8 @@ def fp8_mega_moe(
         num_tokens_bound: None, or a number of tokens that no rank exceeds, from ``tokens`` to what the buffer has room
             for. It changes no bit.
 
-    Results repeat bit for bit. Each call copies the values of l1_weights. Raises InvalidInputError, which names the
-    argument, and UnsupportedError for other options.
+    Results repeat bit for bit. Weights are read as they are. Raises InvalidInputError, which names the argument, and
+    UnsupportedError for other options.
     """
     if tuple(recipe) != (SCALE_BLOCK,) * 3:
         raise UnsupportedError(f"recipe must be (128, 128, 128), but it is {shown(recipe)}.")
@@ -260,24 +258,17 @@ def fp8_mega_moe(
         raise InvalidInputError(f"y has {tokens} tokens, but sym_buffer has room for {most}.")
     if num_tokens_bound is not None:
         check_index("num_tokens_bound", num_tokens_bound, tokens, most, f"None or from {tokens} to {most}")
-    rows, (turned, *of_turned) = slice(tokens), checks.pair("l1_weights", l1_weights)
+    rows, weights = slice(tokens), (*checks.pair("l1_weights", l1_weights), *checks.pair("l2_weights", l2_weights))
+    wanted = sym_buffer.num_experts, 2 * sym_buffer.intermediate_hidden, sym_buffer.hidden
+    if tuple(weights[0].shape) != wanted:
+        raise InvalidInputError(
+            f"the values of l1_weights must have the shape {wanted}, as sym_buffer has experts and sizes, but it is "
+            f"{tuple(weights[0].shape)}."
+        )
     own = sym_buffer.x[rows], sym_buffer.topk_idx[rows], sym_buffer.topk_weights[rows]
-    weights = *(_halves(turned), *of_turned), *checks.pair("l2_weights", l2_weights)
     limit = math.inf if activation_clamp is None else activation_clamp
     stats = cumulative_local_expert_recv_stats
     moe_chain.experts(*own, *weights, y, sym_buffer.x_sf[rows], stats, limit, True)
-
-
-def _halves(turned: Tensor) -> Tensor:
-    """l1 of `transform_weights_for_mega_moe_sm90` with rows of gate and then rows of up, a copy."""
-    checks.check_tensor("the values of l1_weights", turned, (3,))
-    if turned.shape[1] % (2 * TURNS):
-        raise InvalidInputError(
-            f"l1_weights must have a multiple of {2 * TURNS} rows, but they are {tuple(turned.shape)}. Pass what "
-            "transform_weights_for_mega_moe_sm90 returns."
-        )
-    turns = turned.view(torch.uint8).unflatten(1, (-1, 2, TURNS))
-    return turns.transpose(1, 2).reshape(turned.shape).view(turned.dtype)
 
 
 def _check_activation(activation: Any) -> None:

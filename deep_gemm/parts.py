@@ -20,14 +20,17 @@ MAX_VECTORS = 4
 """Vectors that an expression can have: each takes registers of consumers."""
 VECTORS = tuple(f"vector_{index}" for index in range(MAX_VECTORS))
 """The operands of a call that are an expression's vectors, those of rows first."""
+EIGHT = 8
+"""Rows of gate, and then of up, in turn, as DeepGEMM's fused mixture of experts stores them."""
 MARK = "custom:"
 """What stands before the text of an expression."""
 
-FP8, GROUPS = "fp8", "groups"
-"""With `SWIGLU`, what a part may refuse: a D of FP8, and groups along M."""
+FP8, GROUPS, TURNS = "fp8", "groups", "turns"
+"""With `SWIGLU`, what a part may refuse: a D of FP8, groups along M, and turns of `EIGHT`."""
 NOT_CAST = "{0} and a d of FP8 cannot be combined. Pass a d of {0}'s dtype, and cast it with deep_gemm.quantize.rows."
 
 _CASTS = {"": "", "1x128": "fp8", "ue8m0": "fp8:ue8m0"}
+_TURNS = {0: "", 1: "interleaved", EIGHT: f"interleaved:{EIGHT}"}
 
 
 @record(frozen=True)
@@ -56,7 +59,10 @@ class Part:
 
 PARTS = (
     Part("row_factor", "rows", "m", ("f32",)),
-    Part("bias", "bias", "n", ("f32", "bf16", "f16")),
+    Part(
+        *("bias", "bias", "n", ("f32", "bf16", "f16")),
+        refused={TURNS: "bias and eight rows of gate and up in turn cannot be combined. Pass all rows of gate first."},
+    ),
     Part(
         *("residual", "residual", "mn"),
         refused={
@@ -82,8 +88,9 @@ class Parts:
 
     The field of a part of `PARTS` is its dtype, if the part may have one of several. ``clamp`` is SwiGLU's limit.
     ``cast`` is "1x128" if D is FP8, and "ue8m0" if D's scales are powers of two too. An ``expression`` takes the place
-    of an ``activation``. ``interleaved``: rows of B are a gate's and up's in turn. If no field is set, there is no
-    epilogue, and ``bool(parts)`` is False. JSON, schemas of operators and the command line have the text, such as
+    of an ``activation``. ``interleaved``: so many rows of B are a gate's and up's in turn, 1 or `EIGHT`; of eight, B's
+    scales are those of all of gate's rows, and then up's. If no field is set, there is no epilogue, and ``bool(parts)``
+    is False. JSON, schemas of operators and the command line have the text, such as
     "alpha+bias:f32+gelu" or "none".
     """
 
@@ -95,13 +102,13 @@ class Parts:
     clamp: float | None = None
     cast: str = ""
     expression: Expression | None = None
-    interleaved: bool = False
+    interleaved: int = 0
 
     def __str__(self) -> str:
         texts = {part.name: part.text(getattr(self, part.name)) for part in PARTS}
         after = [texts.pop(name) for name in MATRICES]
         clamp = "" if self.clamp is None else f"clamp:{self.clamp!r}"
-        more = "interleaved" * self.interleaved, clamp, _CASTS[self.cast]
+        more = _TURNS[self.interleaved], clamp, _CASTS[self.cast]
         parts = ("alpha" * self.alpha, *texts.values(), self.activation, *after, *more)
         text = "+".join(part for part in parts if part)
         if self.expression is not None:  # the last part, since it may have any letters
@@ -136,6 +143,7 @@ class Parts:
     def refusal(self, groups: bool = False) -> str:
         """Why a part cannot be combined with what else there is, as a sentence; "" if all can. ``groups``: along M."""
         others = [SWIGLU] * self.is_gated + [GROUPS] * groups + [FP8] * bool(self.cast)
+        others += [TURNS] * (self.interleaved == EIGHT)
         if not others:
             return ""
         found = [part.refused.get(other, "") for part in PARTS for other in others if getattr(self, part.name)]
@@ -172,9 +180,10 @@ def _field(word: str) -> tuple[str, Any]:
         return part.name, part.given(value)
     if name == "clamp":
         return name, float(value)
-    casts = {text: cast for cast, text in _CASTS.items() if cast}
-    if word in casts:
-        return "cast", casts[word]
+    for field_name, texts in (("cast", _CASTS), ("interleaved", _TURNS)):
+        for given, text in texts.items():
+            if given and text == word:
+                return field_name, given
     if part is None and word.isidentifier():
-        return (word, True) if word in ("alpha", "interleaved") else ("activation", word)
+        return (word, True) if word == "alpha" else ("activation", word)
     raise ValueError(f"{word!r} is no part of an epilogue.")

@@ -34,24 +34,12 @@ class Emulated:
     """The kernel of ``params``, in ``folder``. ``edits`` (file, old, new) change device headers, to break them."""
 
     def __init__(self, folder: Path, params: KernelParams, *edits: tuple[str, str, str]) -> None:
-        program = shutil.which("g++") or shutil.which("clang++")
-        if program is None:
-            pytest.skip("needs a C++ compiler for the host")
         self.params, self.kernel = params, kernels.get(params.kernel)
-        include = folder / "include"
-        include.mkdir(parents=True)
-        for path in include_dir().glob("*.cuh"):
-            (include / path.name).write_text(translated(_edited(path, edits)))
         arguments = self.kernel.arguments(params)
         call = ", ".join(f"*static_cast<{x.ctype}*>(cta::given[{i}])" for i, x in enumerate(arguments))
         body = f"void call() {{ {self.kernel.kernel_name(params)}({call}); }}"
         kernel = re.sub("(?<!extern) __shared__ ", " static ", translated(engine.build_request(params).source))
-        code = f'#include "emulator_ptx.h"\n{kernel}\n{body}\n'
-        source, library = folder / "kernel.cpp", folder / "kernel.so"
-        source.write_text(code)
-        flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}", f"-I{_HERE}")
-        subprocess.run([program, *flags, str(source), "-o", str(library)], check=True, timeout=300)
-        self._emulate = ctypes.CDLL(str(library)).emulate
+        self._emulate = built(folder, kernel, body, *edits).emulate
         self._emulate.restype = ctypes.c_char_p
 
     def __call__(
@@ -81,6 +69,21 @@ class Emulated:
         error = self._emulate(*shape, arguments, packed, len(regions) // 4, int(backwards))
         if error:
             raise RuntimeError(error.decode())
+
+
+def built(folder: Path, kernel: str, code: str, *edits: tuple[str, str, str]) -> ctypes.CDLL:
+    """A library, made in a new ``folder``, of translated code and of other code after it."""
+    program = shutil.which("g++") or shutil.which("clang++")
+    if program is None:
+        pytest.skip("needs a C++ compiler for the host")
+    include, source, library = folder / "include", folder / "kernel.cpp", folder / "kernel.so"
+    include.mkdir(parents=True)
+    for path in include_dir().glob("*.cuh"):
+        (include / path.name).write_text(translated(_edited(path, edits)))
+    source.write_text(f'#include "emulator_ptx.h"\n{kernel}\n{code}\n')
+    flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}", f"-I{_HERE}")
+    subprocess.run([program, *flags, str(source), "-o", str(library)], check=True, timeout=300)
+    return ctypes.CDLL(str(library))
 
 
 def _region(x: Tensor) -> tuple[int, int, int, int]:

@@ -21,6 +21,8 @@ KERNELS: dict[str, KernelParams] = {
     "turns": case(FP8_GATED, *_PAIR, epilogue="bias:f32+swiglu+interleaved+fp8", output="e4m3"),
     "turns counts": case(FP8_GATED, *_WIDE, epilogue="bias:f32+swiglu+interleaved", grouping="masked"),
     "turns labels": case(FP8_GATED, 64, 64, (1, 1), 2, 2, epilogue="swiglu+interleaved", grouping="contiguous"),
+    "eights ends": case(FP8_GATED, *_WIDE, epilogue="rows+swiglu+interleaved:8+fp8", output="e4m3", grouping="psum"),
+    "eights counts": case(FP8_GATED, 64, 64, (1, 1), 2, 2, epilogue="swiglu+interleaved:8", grouping="masked"),
     "half turns": case(HALF_GATED, 128, 256, (2, 1, 1), epilogue="bias:f32+swiglu+interleaved"),
     "half turns ends": case(HALF_GATED, 64, 128, epilogue="bias:bf16+swiglu+interleaved", grouping="psum"),
     "half": case(HALF_GATED, 64, 128, epilogue="swiglu"),
@@ -41,14 +43,17 @@ GATED = tuple(name for name in KERNELS if name not in PLAIN)
 HALF_TURNS = "half turns", "half turns ends"
 HALF = "half", "half pair", "half cast", "half labels", "half counts", *HALF_TURNS
 TURNS = tuple(name for name in KERNELS if "turns" in name)
-CAST = "cast", "few rows", "labels", "counts", "turns", "half cast", "half counts", *PLAIN
+EIGHTS = "eights ends", "eights counts"
+CAST = "cast", "few rows", "labels", "counts", "turns", "eights ends", "half cast", "half counts", *PLAIN
 
 # fmt: off
 MUTATIONS = [
     Mutation("swap gate and up", "finish.cuh", "Swiglu<kLimit>::of(gate[i], up[i])",
              "Swiglu<kLimit>::of(up[i], gate[i])", GATED),
     Mutation("load gate's rows of B for up", "operand.cuh", "row + half * (from.edge / 2)", "row",
-             tuple(name for name in GATED if name not in TURNS)),
+             tuple(name for name in GATED if name not in (*TURNS, *EIGHTS))),
+    Mutation("load each second eight of rows", "operand.cuh", "place, k, 0, row / 8);", "place, k, 0, row / 16);",
+             EIGHTS),
     Mutation("take gate's scales of B for up", "fp8_scaled.cuh", "(tile.column + scale * kernel.n()) / 256",
              "tile.column / 256", tuple(name for name in GATED if name not in (*HALF, *TURNS))),
     Mutation("add gate's bias to up", "finish.cuh", "(kInterleaved ? 1 : n) + at(part + i)", "at(part + i)",
@@ -65,9 +70,10 @@ MUTATIONS = [
     Mutation("store a tile's scales where those of its first columns are", "fp8_scaled.cuh",
              "y, end, column + kColumn + box, matrix", "y, end, column, matrix", ("plain", "plain counts")),
     Mutation("load gate's rows of interleaved ones for up", "operand.cuh",
-             "half ? from.last : from.map", "from.map", TURNS),
+             "half ? from.last : from.map", "from.map", (*TURNS, *EIGHTS)),
     Mutation("take twice as many interleaved rows for a group", "operand.cuh",
-             "return kInterleaved ? n / 2 : n;", "return n;", ("turns counts", "turns labels", "half turns ends")),
+             "return kTurn > 0 ? n / 2 : n;", "return n;",
+             ("turns counts", "turns labels", "half turns ends", *EIGHTS)),
     Mutation("take the first of B's scales for all", "promotion.cuh", "kScale % Columns::kScales", "0",
              ("pair", "cast", "counts", "turns", "turns counts")),
     Mutation("take interleaved rows' scales where those of halves are", "fp8_scaled.cuh",

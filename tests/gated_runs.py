@@ -14,7 +14,7 @@ from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.m_grouped import MGrouped
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
-from deep_gemm.parts import Parts
+from deep_gemm.parts import EIGHT, Parts
 from deep_gemm.spec import SCALE_BLOCK, align
 from deep_gemm.testing import guarded
 
@@ -49,6 +49,8 @@ def check(params: KernelParams, builder: Builder) -> None:
     step = align(rows[-1], 4) + 4
     of_scales = (1, step) if len(rows) == 1 else (blocks * step, 1, step)
     sfd = guarded((*rows, blocks), torch.float32, DEVICE, of_scales)
+    if by_eight := parts.interleaved == EIGHT:  # gate's rows first, and then up's, until now
+        b = (turned(b[0]), b[1])
     given: dict[str, Any] = {"a": a, "b": b, "d": d.tensor, "epilogue": str(parts)}
     given |= {"alpha": ALPHA} if parts.alpha else {}
     bias, each = random(len(case.routing.counts), 2 * inner, seed=3), random(case.routing.m, seed=4)
@@ -76,7 +78,11 @@ def check(params: KernelParams, builder: Builder) -> None:
         more |= {"row_factor": each[part]}
         more = {name: tensor for name, tensor in more.items() if name in parts.tensors}
         finish = Finish(
-            parts.activation, ALPHA if parts.alpha else 1.0, clamp=parts.clamp, interleaved=parts.interleaved, **more
+            parts.activation,
+            ALPHA if parts.alpha else 1.0,
+            clamp=parts.clamp,
+            interleaved=bool(parts.interleaved) and not by_eight,
+            **more,
         )
         wanted = finish(exact[part], (slice(None), slice(None)))
         own = (group, slice(part.stop - part.start)) if form == "masked" else part
@@ -85,6 +91,12 @@ def check(params: KernelParams, builder: Builder) -> None:
         else:
             assert_near(d.tensor[own].float(), wanted, HALF_UNIT[params.output] * wanted.abs() + 2**-18)
     assert_padding(case.routing, params, d.tensor, sfd.tensor)
+
+
+def turned(b: torch.Tensor) -> torch.Tensor:
+    """Eight rows of gate and eight of up in turn."""
+    both = b.view(torch.uint8).unflatten(1, (2, -1, EIGHT))
+    return both.transpose(1, 2).reshape(b.shape).view(b.dtype)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:

@@ -44,7 +44,7 @@ def exact(
     def meant(pair: Pair, expert: int) -> Tensor:
         return deep_gemm.dequantise(pair[0][expert], pair[1][expert], (128, 128), torch.float64)
 
-    y, limit = torch.zeros(x.shape, dtype=torch.float64), math.inf if clamp is None else clamp
+    y, limit = torch.zeros(x.shape, dtype=torch.float64, device=x.device), math.inf if clamp is None else clamp
     for expert in range(len(gate_up[0])):
         token, choice = (topk_idx == expert).nonzero(as_tuple=True)
         gate, up = (x[token].double() @ meant(gate_up, expert).t()).chunk(2, dim=1)

@@ -25,7 +25,7 @@ def device_name(parts: Parts) -> str:
     activation = parts.activation.title().replace("_", "") or ("Custom" if parts.expression else "Identity")
     if parts.is_gated:
         limit = float("inf") if parts.clamp is None else parts.clamp
-        turns = ", true" if parts.interleaved else ""
+        turns = f", {parts.interleaved:d}" if parts.interleaved else ""
         activation += f"<0x{float_bits(limit):08x}{turns}>"
     given = [getattr(parts, part.name) for part in PARTS]
     flags = [_FLAGS[flag] for flag in (parts.alpha, *given[:3], parts.cast == "ue8m0", *given[3:])]

@@ -260,7 +260,7 @@ def parts_of(text: Any) -> Parts:
         raise
     except ValueError as error:
         raise _no_epilogue(text) from error
-    has_gate, limit = parts.clamp is not None or parts.interleaved, parts.clamp or 0.0
+    has_gate, limit = parts.clamp is not None or parts.interleaved > 0, parts.clamp or 0.0
     known = parts.activation in ("", *Epilogue.ACTIVATIONS) and parts.is_gated >= has_gate
     if not parts or not known or not (is_float32(limit) and limit >= 0) or (parts.activation and parts.expression):
         raise _no_epilogue(text)

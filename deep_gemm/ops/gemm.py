@@ -16,7 +16,7 @@ from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, 
 
 from .. import arch, kernels, options
 from ..errors import InvalidInputError, UnsupportedError
-from ..parts import MATRICES, NO_PARTS, NOT_CAST, PARTS, VECTORS, Parts, by_part
+from ..parts import EIGHT, MATRICES, NO_PARTS, NOT_CAST, PARTS, VECTORS, Parts, by_part
 from ..records import record
 from ..spec import SCALE_BLOCK, Accumulate, Major, ceil_div
 from . import checks, layouts, scales, with_epilogue
@@ -72,8 +72,10 @@ class GemmOperands:
 
     @property
     def plain(self) -> dict[str, Tensor]:
-        """The tensors without those of an epilogue."""
-        return {name: tensor for name, tensor in self.tensors.items() if name not in EPILOGUE_TENSORS}
+        """The tensors without those of an epilogue, for the reference: b has gate's rows before up's, or one of each in
+        turn."""
+        found = {name: tensor for name, tensor in self.tensors.items() if name not in EPILOGUE_TENSORS}
+        return found | ({"b": halves(found["b"])} if self.epilogue.interleaved == EIGHT else {})
 
     @property
     def finish(self) -> Finish | None:
@@ -85,8 +87,14 @@ class GemmOperands:
         parts = self.epilogue
         own = None if parts.expression is None else in_torch(parts.expression, vectors)
         more |= {"clamp": parts.clamp, "power_of_two": parts.cast == "ue8m0", "own": own}
-        more |= {"interleaved": parts.interleaved}
+        more |= {"interleaved": parts.interleaved == 1}
         return Finish(parts.activation, self.alpha, **more)
+
+
+def halves(turned: Tensor) -> Tensor:
+    """A copy of b (..., N, K), of which `EIGHT` rows are gate's and as many up's in turn, with all of gate's first."""
+    both = turned.view(torch.uint8).unflatten(-2, (-1, 2, EIGHT))
+    return both.transpose(-4, -3).reshape(turned.shape).view(turned.dtype)
 
 
 class Gemm(KernelOperation):
@@ -185,9 +193,10 @@ class Gemm(KernelOperation):
         n: int = named["b"].shape[-2]
         if not parts.is_gated:
             return n
-        if n % 2:
+        if n % (step := 2 * (parts.interleaved or 1)):
+            count = "an even number" if step == 2 else f"a multiple of {step}"
             raise InvalidInputError(
-                f"b must have an even number of rows for swiglu, gate's and then as many of up, but N is {n}."
+                f"b must have {count} of rows for swiglu, gate's and then as many of up, but N is {n}."
             )
         if "c" in named:
             raise UnsupportedError(

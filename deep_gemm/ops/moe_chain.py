@@ -18,7 +18,7 @@ from deep_gemm.runtime.operation import Fault
 from .. import arch
 from ..errors import InvalidInputError, UnsupportedError
 from ..kernels.moe_kernels import DISPATCH, MOST_EXPERTS
-from ..parts import SWIGLU, Parts
+from ..parts import EIGHT, SWIGLU, Parts
 from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks, layouts
 from .chain import Chain, Layout, Link, Links, Named, pair
@@ -60,8 +60,8 @@ def _combine(weighted: bool) -> Combine:
 
 
 @functools.cache
-def _silu_and_mul(factored: bool) -> RowFunction:
-    return RowFunction("silu_and_mul", True, ("factors",) if factored else ())
+def _silu_and_mul() -> RowFunction:
+    return RowFunction("silu_and_mul", True, ())
 
 
 class MoeChain(Chain):
@@ -96,8 +96,9 @@ class Experts(MoeChain):
     """See `deep_gemm.fp8_moe`. ``given``: those of x_scales and stats that are there. The number of rows of each expert
     is added to stats.
 
-    ``before_cast``: a router's weight multiplies the result of SwiGLU before it is cast; otherwise the expert's row,
-    which was rounded to bfloat16, in float32.
+    ``as_deepgemm``: of gate_up eight rows are gate's and eight up's in turn, its scales as they are, and a router's
+    weight multiplies the result of SwiGLU before it is cast; otherwise the expert's row, which was rounded to bfloat16,
+    in float32.
     """
 
     name = "fp8_moe"
@@ -106,7 +107,7 @@ class Experts(MoeChain):
         *(Parameter(name, TENSOR) for name in ("gate_up", "gate_up_scales", "down", "down_scales", "y")),
         *(Parameter(name, OPTIONAL, None) for name in ("x_scales", "stats")),
         Parameter("clamp", "float"),
-        Parameter("before_cast", "bool"),
+        Parameter("as_deepgemm", "bool"),
     )
     ranks = MappingProxyType({**dict.fromkeys((*GATE_UP, *DOWN), (3,)), "stats": (1,)})
     kept = ("stats",)
@@ -126,7 +127,7 @@ class Experts(MoeChain):
         if checks.is_fake([given["x"]]) or given["x"].shape[0] == 0:
             return Links((), Layout(), Layout(), False)
         (tokens, top_k), (experts, double, width) = given["topk_idx"].shape, given["gate_up"].shape
-        inner, choices, before = double // 2, tokens * top_k, bool(given["before_cast"])
+        inner, choices, before = double // 2, tokens * top_k, bool(given["as_deepgemm"])
         fused = inner % SCALE_BLOCK == 0
         masked = tokens <= MOST_MASKED and fused
         rows = rows_of(given["x"], choices, experts, masked)
@@ -147,15 +148,19 @@ class Experts(MoeChain):
         first: Named = {"a": pair("a"), "b": GATE_UP, **form}
         if fused:
             parts = Parts(
-                row_factor=before, activation=SWIGLU, clamp=None if limit == math.inf else limit, cast="1x128"
+                row_factor=before,
+                activation=SWIGLU,
+                clamp=None if limit == math.inf else limit,
+                cast="1x128",
+                interleaved=EIGHT if before else 0,
             )
             first |= {"d": "h", "sfd": "sf h"} | ({"row_factor": "factors"} if before else {})
             links.append(Link(_product(masked, *parts.tensors), first, {**how, "epilogue": str(parts)}))
         else:
-            gated: Named = {"x": "hidden", "out": pair("h"), **({"factors": "factors"} if before else {})}
+            gated: Named = {"x": "hidden", "out": pair("h")}
             activation = {"interleaved": False, "limit": limit, "use_ue8m0": False}
             links.append(Link(_product(masked), {**first, "d": "hidden"}, how))
-            links.append(Link(_silu_and_mul(before), gated, activation))
+            links.append(Link(_silu_and_mul(), gated, activation))
         links.append(Link(_product(masked), {"a": pair("h"), "b": DOWN, **form, "d": "results"}, how))
         added: Named = {"x": "results", "places": "places", "y": "y"}
         links.append(Link(_combine(not before), added | ({} if before else {"weights": "topk_weights"}), {}))
@@ -225,6 +230,11 @@ def _check(given: Mapping[str, Any]) -> None:
     for name, size in (("the last dimension of gate_up", width), ("half of the rows of gate_up", double / 2)):
         if size % TMA_BYTES or size < TMA_BYTES:
             raise InvalidInputError(f"{name} must be a multiple of {TMA_BYTES}, but it is {size:g}.")
+    if given["as_deepgemm"] and inner % SCALE_BLOCK:
+        raise UnsupportedError(
+            f"half of the rows of gate_up must be a multiple of {SCALE_BLOCK} if gate and up alternate by {EIGHT}, but "
+            f"it is {inner}."
+        )
     check_count(experts)
     blocks, of_inner = ceil_div(width, SCALE_BLOCK), ceil_div(inner, SCALE_BLOCK)
     wanted: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {
@@ -300,4 +310,4 @@ def check_wanted(given: Mapping[str, Any], wanted: dict[str, tuple[Any, torch.dt
 _GIVEN: tuple[tuple[str, ...], ...] = ((), ("x_scales",), ("stats",), ("x_scales", "stats"))
 experts = make_entry(*(Experts(given) for given in _GIVEN))
 """Arguments: x, topk_idx, topk_weights, gate_up and its scales, down and its scales, y, the scales of x or None, stats
-or None, clamp (infinite for none), before_cast."""
+or None, clamp (infinite for none), as_deepgemm."""

@@ -18,9 +18,9 @@ enum : u32 { kNoBias = 255 };
 #define DG_EPILOGUE Identity, false, false, kNoBias, false
 #endif
 
-// SwiGLU: columns of the product are a gate's, and then up's, or with kInterleaved one of each in turn. kLimit, the bits of a float32,
-// is that of `silu_mul`; infinity if there is none.
-template <u32 kLimit, bool kInterleaved = false>
+// SwiGLU: rows of B are a gate's, and then up's, or with kTurn so many of each in turn: 1, or 8. kLimit, the bits of a float32, is that
+// of `silu_mul`; infinity if there is none.
+template <u32 kLimit, u32 kTurn = 0>
 struct Swiglu {
   static DG_DEVICE float of(float gate, float up) {
     if constexpr (kLimit == 0x7F800000) return silu_mul(gate, up);
@@ -104,6 +104,7 @@ struct CastOf {
 template <class Out, class Activation, bool kAlpha, bool kRowFactor, u32 kBias, bool kResidual, bool kPowersOfTwo = false>
 struct EpilogueOf : CastOf<kPowersOfTwo> {
   enum : bool { kGated = false, kInterleaved = false };
+  enum : u32 { kTurn = 0 };
   enum : bool { kHasBias = kBias != kNoBias, kScales = kAlpha || kRowFactor, kActivates = Activates<Activation>::kValue };
   enum : bool { kFinishes = kHasBias || kActivates || kResidual, kAny = kScales || kFinishes };
   enum : bool { kCustom = Activates<Activation>::kCustom };
@@ -309,11 +310,13 @@ struct EpilogueOf : CastOf<kPowersOfTwo> {
 };
 
 // D = swiglu(alpha * gate + bias, alpha * up + bias) * row_factor, for a product whose columns are those of gate and of up.
-template <class Out, u32 kLimit, bool kInBetween, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
-struct EpilogueOf<Out, Swiglu<kLimit, kInBetween>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
+template <class Out, u32 kLimit, u32 kEach, bool kAlpha, bool kRowFactor, u32 kBias, bool kPowersOfTwo>
+struct EpilogueOf<Out, Swiglu<kLimit, kEach>, kAlpha, kRowFactor, kBias, false, kPowersOfTwo> : CastOf<kPowersOfTwo> {
   using Before = EpilogueOf<Out, Identity, kAlpha, false, kBias, false>;
   using After = EpilogueOf<Out, Identity, false, kRowFactor, kNoBias, false>;
-  enum : bool { kGated = true, kInterleaved = kInBetween, kHasBias = Before::kHasBias, kNeedsGroup = kHasBias };
+  enum : bool { kGated = true, kInterleaved = kEach == 1, kHasBias = Before::kHasBias, kNeedsGroup = kHasBias };
+  enum : u32 { kTurn = kEach };
+  static_assert(kTurn <= 1 || !kHasBias, "its elements are a gate's and up's, or one of each in turn");
   enum : bool { kScales = false, kFinishes = false };
 
   // As `EpilogueOf::finish`, for sums of kCount columns of each; the result takes the place of gate's. Up begins `n` columns after gate, or

@@ -30,7 +30,7 @@ struct Fp8ScaledLayout {
   using A = OperandTile<kBlockM, false, kClusterN, kClusters, 1, Tile::kRowsOfA>;
   using Final = Epilogue<Output<Tile::kElement>>;
   enum : bool { kGated = Final::kGated, kInterleaved = Final::kInterleaved };  // B is gate's rows and up's
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1, kInterleaved>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 1, Final::kTurn>, OperandTile<kBlockN, false, kClusterM, kClusters, 1, (kMapsOfGroups ? 64 : 0)>>;
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
   using Table = GroupTable<kGrouping, kMapsOfGroups ? +kBlockK : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;

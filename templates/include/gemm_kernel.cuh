@@ -323,7 +323,7 @@ struct GemmKernel {
     if (arg.raster->ahead > 0 && group < arg.groups && elect_one()) {
 #pragma unroll 1
       for (u32 step = 0; step < arg.raster->ahead; ++step)
-        tma_prefetch(arg.map_b, step * kBlockK, group * B::rows(n()) + tile * (Layout::kBlockN / B::kHalves));
+        B::prefetch(arg.map_b, step * kBlockK, group * B::rows(n()) + tile * (Layout::kBlockN / B::kHalves));
     }
     __syncwarp();
   }
@@ -381,8 +381,10 @@ struct GemmKernel {
 
   template <bool kMulticast, class EachBox, class... Policy>
   DG_DEVICE void load(const EachBox& each_box, u16 sharing, u32 offset, u32 stage, u32 k, u32 z, Policy... policy) const {
-    each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y) {
-      if constexpr (kManyAB && kMulticast) {
+    each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y, auto... eight) {
+      if constexpr (sizeof...(eight) > 0) {  // rows that alternate: see GatedTile
+        tma_load_3d(shared + offset + place, map, barriers.full(stage), x, y, eight..., policy...);
+      } else if constexpr (kManyAB && kMulticast) {
         tma_load_multicast_3d(shared + offset + place, map, barriers.full(stage), x, y, z, sharing, policy...);
       } else if constexpr (kManyAB) {
         tma_load_3d(shared + offset + place, map, barriers.full(stage), x, y, z, policy...);

@@ -34,7 +34,7 @@ struct HalfGemmLayout {
   enum : bool { kIdles = has_table(kGrouping) && kGrouping != kAlongK && kConsumers > 1 };
   // With groups along M boxes of A have some rows of a tile, so that most padding is not loaded.
   using A = OperandTile<kBlockM, Tile::kMnMajorA, kClusterN, kClusters, 2, Tile::kRowsOfA>;
-  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 2, Final::kInterleaved>, OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>>;
+  using B = Choice<kGated, GatedTile<kBlockN, kClusterM, 2, Final::kTurn>, OperandTile<kBlockN, Tile::kMnMajorB, kClusterM, kClusters>>;
   using Table = GroupTable<kGrouping, kGrouping == kAlongK ? 1 : +kBlockM, kSegments, (kConsumers + 1) * 128>;
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = Choice<is_summed(kGrouping), EvenOrder, BlockOrder<kClusterK, 1>>;

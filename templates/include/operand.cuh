@@ -19,6 +19,7 @@ struct OperandTile {
   enum : bool { kAlongRows = kMnMajor };  // rows, not K, are contiguous
   enum : u32 { kHalves = 1 };  // 2 for a tile of two halves of the operand
   static DG_DEVICE u32 rows(u32 n) { return n; }  // of the maps, for a group's n rows of B
+  static DG_DEVICE void prefetch(const TensorMap* map, u32 k, u32 row) { tma_prefetch(map, k, row); }
   enum : bool { kSegmented = false };
   static_assert(kMapRows == 0 || (kParts == 1 && kRows % kMapRows == 0));
   static_assert(kPartRows * kParts == kRows && (!kMnMajor || (kPartRows % 64 == 0 && kElementBytes == 2)));
@@ -80,15 +81,20 @@ struct OperandTile {
 };
 
 // The tile of a K-major B of a product with a gate: half of its rows are gate's, from `first` on, and half of them up's, which are half
-// of B's rows further on; or with kInterleaved each second one of B's rows is up's, and there is a map of gate's rows and one of up's.
-// Rows past the last one of gate or of up are others, or zeros: no column of D is made of them.
-template <u32 kRows, u32 kParts, u32 kElementBytes, bool kInterleaved>
+// of B's rows further on; or with kTurn so many of B's rows are gate's and up's in turn, and there is a map of gate's rows and one of
+// up's. Eight rows in turn are the second of three dimensions of these: boxes have the same rows in the same places. Rows past the last one of gate or of up are others, or zeros: no column of D is made of them.
+template <u32 kRows, u32 kParts, u32 kElementBytes, u32 kTurn>
 struct GatedTile : OperandTile<kRows, false, kParts, false, kElementBytes> {
   using Source = typename OperandTile<kRows, false, kParts, false, kElementBytes>::Source;
   enum : u32 { kHalves = 2, kBytes = kRows * 128, kBoxRows = kRows / 2 / kParts };
+  static_assert(kTurn <= 1 || (kTurn == 8 && kParts == 1));
 
-  static DG_DEVICE u32 rows(u32 n) { return kInterleaved ? n / 2 : n; }
+  static DG_DEVICE u32 rows(u32 n) { return kTurn > 0 ? n / 2 : n; }
   static DG_DEVICE u32 bytes(const Source&, u32) { return kBytes; }
+  static DG_DEVICE void prefetch(const TensorMap* map, u32 k, u32 row) {
+    if constexpr (kTurn == 8) tma_prefetch_3d(map, k, 0, row / 8);
+    else tma_prefetch(map, k, row);
+  }
 
   template <class Use>
   static DG_DEVICE void with_boxes(const Source& from, u32 first, u32 part, const Use& use) {
@@ -97,10 +103,12 @@ struct GatedTile : OperandTile<kRows, false, kParts, false, kElementBytes> {
 #pragma unroll
       for (u32 half = 0; half < 2; ++half) {
         const u32 place = (half * kRows / 2 + part * kBoxRows) * 128;
-        if constexpr (kInterleaved) {
-          load(half ? from.last : from.map, place, k, row);
-        } else {
+        if constexpr (kTurn == 0) {
           load(from.map, place, k, row + half * (from.edge / 2));
+        } else {
+          const TensorMap* map = half ? from.last : from.map;
+          if constexpr (kTurn == 8) load(map, place, k, 0, row / 8);
+          else load(map, place, k, row);
         }
       }
     });

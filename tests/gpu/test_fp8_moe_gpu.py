@@ -15,6 +15,8 @@ from deep_gemm import mega_moe, nn, quantize
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 LARGE = [(1, 256, 8, 1024, 256), (64, 256, 8, 1024, 256), (300, 64, 6, 2048, 512), (4096, 256, 8, 512, 128)]
 """Tokens, experts, top_k, width, inner."""
+DEEPGEMM = [(1, 8, 2, 256, 128), (7, 16, 4, 512, 256), (64, 32, 6, 4096, 2048), (65, 32, 6, 4096, 2048), *LARGE]
+"""Also those of one of eight ranks of DeepSeek-V4, as SGLang calls it."""
 
 
 def on_gpu(given: dict[str, Any]) -> dict[str, Any]:
@@ -46,22 +48,34 @@ def large(tokens: int, experts: int, top_k: int, width: int, inner: int, seed: i
     }
 
 
-def separate(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, gate_up: Any, down: Any) -> Tensor:
-    """The same by public calls: a sort, a gathering cast, two grouped products in the index form, and sums in order."""
+def separate(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    gate_up: Any,
+    down: Any,
+    clamp: float | None = None,
+    before_cast: bool = False,
+) -> Tensor:
+    """The same by public calls: a sort, a gathering cast, two grouped products in the index form, and sums in order.
+    Weights are factors of rows, or of SwiGLU's results before their cast."""
     experts, inner = len(gate_up[0]), down[0].shape[2]
     routing = nn.Routing.from_choices(topk_idx, experts)
     rows = routing.tokens.int().masked_fill(routing.tokens == len(x), -1)
     a = quantize.rows(x, rows=rows)
     h = quantize.rows(torch.zeros(len(rows), inner, device=DEVICE))
-    epilogue = deep_gemm.Epilogue(activation="swiglu")
+    used, factors = (topk_idx >= 0) & (topk_idx < experts), torch.ones(len(rows), device=DEVICE)
+    if before_cast:
+        factors[routing.rows[used]] = topk_weights[used]
+        topk_weights = torch.ones_like(topk_weights)
+    epilogue = deep_gemm.Epilogue(activation="swiglu", clamp=clamp, row_factor=factors if before_cast else None)
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a, gate_up, h, routing.labels, epilogue=epilogue)
     out = torch.zeros(len(rows), x.shape[1], device=DEVICE).bfloat16()
     deep_gemm.m_grouped_fp8_gemm_nt_contiguous(h, down, out, routing.labels)
     total = torch.zeros(x.shape, device=DEVICE)
     for choice in range(topk_idx.shape[1]):
         each = out[routing.rows[:, choice]].float() * topk_weights[:, choice, None]
-        used = (topk_idx[:, choice] >= 0) & (topk_idx[:, choice] < experts)
-        total = torch.where(used[:, None], total + each, total)
+        total = torch.where(used[:, choice, None], total + each, total)
     return total.bfloat16()
 
 
@@ -139,17 +153,21 @@ def fill(buffer: Any, given: dict[str, Any], rows: slice = slice(None)) -> None:
     mega_moe.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x), routed_scaling_factor=2.5)
 
 
-@pytest.mark.parametrize("sizes", [(1, 8, 2, 256, 128), (64, 32, 8, 512, 256), (200, 16, 6, 256, 128)], ids=str)
-def test_deepgemms_layer_is_as_on_the_cpu_and_repeats(sizes: tuple[int, ...]) -> None:
-    """Within FP8's bounds of float64, the same bits 100 times, and counts of rows that are added up."""
-    given = problem(*sizes)
-    buffer, weights = filled(on_gpu(given))
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("sizes", DEEPGEMM, ids=str)
+def test_deepgemms_layer_has_the_bits_of_separate_calls(sizes: tuple[int, ...]) -> None:
+    """100 times, of weights whose rows of gate and up alternate, with other bounds; within FP8's bounds of float64; and
+    counts of rows that are added up."""
+    given, clamp = large(*sizes), 2.0
+    buffer, weights = filled(given, sizes[0] + 128)
+    given["topk_weights"] *= 2.5
     stats = torch.zeros(sizes[1], dtype=torch.int32, device=DEVICE)
-    found = [torch.empty(sizes[0], sizes[3], device=DEVICE).bfloat16() for _ in range(100)]
-    for y in found:
-        mega_moe.fp8_mega_moe(y, *weights, buffer, cumulative_local_expert_recv_stats=stats, activation_clamp=2.0)
-    assert all(torch.equal(y, found[0]) for y in found)
-    assert relative(found[0].cpu(), 2.5 * exact(**given, clamp=2.0)) < ERROR
+    wanted = separate(**given, clamp=clamp, before_cast=True)
+    for bound in range(sizes[0], sizes[0] + 100):
+        y, options = torch.empty_like(wanted), {"activation_clamp": clamp, "num_tokens_bound": bound}
+        mega_moe.fp8_mega_moe(y, *weights, buffer, cumulative_local_expert_recv_stats=stats, **options)
+        assert torch.equal(y, wanted), bound
+    assert relative(wanted, exact(**given, clamp=clamp)) < ERROR
     assert stats.tolist() == [100 * int((given["topk_idx"] == expert).sum()) for expert in range(sizes[1])]
 
 
@@ -179,7 +197,7 @@ def test_a_thousand_calls_of_deepgemms_layer() -> None:
     for _ in range(1000):
         count = rng.randint(0, 200)
         fill(buffer, given, slice(count))
-        y = torch.empty(max(count, 1), 512, device=DEVICE).bfloat16()
+        y = torch.empty(count, 512, device=DEVICE).bfloat16()
         mega_moe.fp8_mega_moe(y, *weights, buffer, num_tokens_bound=200)
         wrong += (y[:count].view(torch.int16) != wanted[:count].view(torch.int16)).sum()
     assert wrong.item() == 0

@@ -65,8 +65,25 @@ def test_rounding_is_that_of_deepgemm() -> None:
     assert not torch.equal(run(buffer, given, 1), outside), "one is rounded before its weight, and the other after it"
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_bits_are_those_of_fp8_moe_where_weights_are_ones(sizes: tuple[int, ...], monkeypatch: Any) -> None:
+    """The launches read the weights that were given, and no copy."""
+    given, seen = problem(*sizes, HIDDEN, INNER), list[Any]()
+    given["topk_weights"] = torch.ones(given["topk_weights"].shape)
+    buffer = buffer_of(*sizes[1:])
+    fill(buffer, given)
+    weights = mega_moe.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
+    plain = mega_moe.moe_chain.experts
+    monkeypatch.setattr(mega_moe.moe_chain, "experts", lambda *call: (seen.extend(call), plain(*call)))
+    y = torch.empty(sizes[0], HIDDEN).bfloat16()
+    mega_moe.fp8_mega_moe(y, *weights, buffer, activation_clamp=0.5)
+    assert [tensor.data_ptr() for tensor in seen[3:7]] == [x.data_ptr() for pair in weights for x in pair]
+    monkeypatch.undo()
+    assert torch.equal(y, deep_gemm.fp8_moe(**given, clamp=0.5))
+
+
 def test_counts_may_change_from_call_to_call() -> None:
-    """One buffer, also without tokens, where y may have rows that are not the call's."""
+    """One buffer, also without tokens, where y may have none, or rows that are not the call's."""
     buffer = buffer_of(8, 2)
     for seed, tokens in enumerate((3, 0, 130, 1, 64)):
         given = problem(tokens, 8, 2, HIDDEN, INNER, seed)
@@ -78,6 +95,7 @@ def test_counts_may_change_from_call_to_call() -> None:
             assert relative(y, exact(**given)) < ERROR
         else:
             assert not y.any()
+            assert run(buffer, given, 0).shape == (0, HIDDEN)
 
 
 def test_a_group_of_one_rank(tmp_path: Any) -> None:
@@ -108,6 +126,7 @@ def destroyed() -> None:
     run(buffer, problem(3, 8, 2, HIDDEN, INNER), 3)
 
 
+GIVEN = problem(1, 8, 2, HIDDEN, INNER)
 WRONG: list[tuple[Any, type[Exception], str]] = [
     (
         lambda: buffer_of(8, 2, group=Ranks()),
@@ -147,6 +166,11 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         lambda: wrong(cumulative_local_expert_recv_stats=torch.zeros(8)),
         InvalidInputError,
         r"stats must be torch.int32 \(8,\), but it is torch.float32",
+    ),
+    (
+        lambda: mega_moe.fp8_mega_moe(torch.empty(1, 256).bfloat16(), GIVEN["gate_up"], GIVEN["down"], buffer_of(9, 2)),
+        InvalidInputError,
+        r"l1_weights must have the shape \(9, 256, 256\), as sym_buffer has experts and sizes, but it is \(8, 256, 256",
     ),
     (destroyed, InvalidInputError, "that was not destroyed, but it is destroyed"),
 ]

@@ -3,10 +3,12 @@
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from emulation import built
 from host_code import compiled, pairs
 
 import deep_gemm
@@ -182,6 +184,13 @@ NO_KERNEL = {
     "1D1D": (ops.spec(64, 512, 512, 132, scaling=("1x128", "1x128"), epilogue="swiglu"),
         "scales of A and B must be 1x128 and 128x128"),
     "rows of d": (ops.spec(64, 512, 512, 132, epilogue="swiglu", aligned=False), "rows of D must begin on 16-byte"),
+    "by eight": (ops.spec(64, 512, 512, 132, epilogue="swiglu+interleaved:8", aligned=True),
+        "sm90_fp8_gated: rows of gate and up that alternate by eight are of products with groups"),
+    "16 bits, by eight": (
+        ops.spec(64, 512, 512, 132, "bf16_gemm_nt", epilogue="swiglu+interleaved:8", aligned=True),
+        "sm90_half_gated: rows of gate and up that alternate by eight are FP8"),
+    "by eight, bias": (ops.spec(64, 512, 512, 132, "m_grouped_fp8_gemm_nt_masked", groups=2, expected_m=64,
+        epilogue="bias:f32+swiglu+interleaved:8", aligned=True), "bias and eight rows of gate and up in turn"),
 }  # fmt: skip
 
 
@@ -277,10 +286,52 @@ def test_interleaved_rows_are_two_matrices(op: str) -> None:
     assert (gate.offset, up.offset) == (0, 400 * size)
 
 
+_BOXES = """
+void call() {}
+extern "C" void boxes(u32 row, u32 k, unsigned long* found) {
+  using B = GatedTile<%d, 1, 1, 8>;
+  const TensorMap* maps = nullptr;
+  B::with_boxes({maps, maps + 1, 0, 0}, row, 0, [&](const auto& each_box) {
+    each_box(k, [&](const TensorMap* map, u32 place, u32 x, u32 y, u32 z) {
+      for (u64 each : {u64(map - maps), u64(place), u64(x), u64(y), u64(z)}) *found++ = each;
+    });
+  });
+}
+"""
+
+
+@pytest.mark.parametrize("width", [64, 256])
+def test_eight_rows_in_turn_land_where_those_of_halves_do(width: int, tmp_path: Path) -> None:
+    """Boxes of device code, of maps of a launch: each row of the tile is gate's or up's, in order."""
+    groups, n, k, row_bytes = 3, 512, 384, 400
+    op, text = "m_grouped_fp8_gemm_nt_masked", "swiglu+interleaved:8"
+    spec = ops.spec(70, n, k, 132, op, groups=groups, expected_m=64, epilogue=text, aligned=True)
+    (config, *_) = (each for each in FP8_GATED.configs(SM90) if (each.block_n, each.cluster_size) == (width, 1))
+    strides = {"a": (k, 1), "b": (row_bytes, 1), "d": (n // 2, 1), "sfa": (1, 72), "sfb": (12, 3, 1)}
+    made = FP8_GATED.launch_plan(FP8_GATED.params(spec, config, SM90), spec, strides, False, False)  # type: ignore[arg-type]
+    maps = [each for each in made.parameters if isinstance(each, Map) and each.operand == "b"]
+    library, boxes = built(tmp_path / "boxes", '#include "operand.cuh"', _BOXES % width), (ctypes.c_ulong * 10)()
+    for group, column in ((0, 0), (2, width)):
+        first = group * n // 2 + column // 2
+        library.boxes(first, 128, boxes)
+        tile = {}
+        for index, place, x, y, z in zip(*[iter(boxes)] * 5, strict=True):
+            box, (of_row, of_eight) = maps[index].spec.box, maps[index].spec.strides
+            assert (x, box[0]) == (128, 128)
+            for i in range(box[1] * box[2]):
+                byte = maps[index].offset + (y + i % box[1]) * of_row + (z + i // box[1]) * of_eight
+                tile[place // 128 + i] = byte / row_bytes
+        columns = range(column // 2, column // 2 + width // 2)
+        wanted = [group * n + c // 8 * 16 + c % 8 + 8 * up for up in range(2) for c in columns]
+        assert [tile[i] for i in range(width)] == wanted
+        assert max(wanted) < maps[0].spec.dims[2] * 16
+
+
 TEXTS = {
     Parts(activation="swiglu"): "swiglu",
     Parts(activation="swiglu", clamp=7.0, cast="1x128"): "swiglu+clamp:7.0+fp8",
     Parts(activation="swiglu", clamp=7.0, interleaved=True): "swiglu+interleaved+clamp:7.0",
+    Parts(activation="swiglu", clamp=7.0, interleaved=8): "swiglu+interleaved:8+clamp:7.0",
     Parts(True, True, "bf16", "swiglu", False, 0.1, "ue8m0"): "alpha+rows+bias:bf16+swiglu+clamp:0.1+fp8:ue8m0",
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...arch import ArchSpec
 from ...params import GemmConfig
+from ...parts import EIGHT
 from ...spec import SCALE_BLOCK, GemmSpec
 from ..gemm import SAME, GemmFamily
 from ..groups import ALONG_M
@@ -75,18 +76,25 @@ class HalfGated(Gated, HalfGemm):
 
 
 def _gate_has_whole_blocks(spec: GemmSpec) -> str | None:
+    if spec.epilogue.interleaved == EIGHT and spec.grouping == "none":
+        return "rows of gate and up that alternate by eight are of products with groups"
     if spec.n % (2 * SCALE_BLOCK):
         return f"columns of gate, half of N, must be a multiple of {SCALE_BLOCK}, not {spec.n / 2:g}"
     return None
 
 
 def _gate_is_half(spec: GemmSpec) -> str | None:
+    if spec.epilogue.interleaved == EIGHT:
+        return "rows of gate and up that alternate by eight are FP8"
     return f"gate has half of B's rows, so that N must be even, not {spec.n}" if spec.n % 2 else None
 
 
 def _gated(config: GemmConfig) -> dict[str, Any]:
     return {"epilogue": "swiglu+fp8", "output": "e4m3"} if config.block_n == 256 else {"epilogue": "swiglu"}
 
+
+_BY_EIGHT = {"epilogue": "rows+swiglu+interleaved:8+clamp:10.0+fp8", "output": "e4m3"}
+"""As DeepGEMM's fused mixture of experts."""
 
 FP8_GATED = GemmFamily(
     name="sm90_fp8_gated",
@@ -112,6 +120,9 @@ FP8_GATED = GemmFamily(
         ),
         ((64, 64, (1, 1), 2, 2), {"epilogue": "bias:f32+swiglu", "output": "f16", "grouping": "masked"}),
         ((128, 256, (2, 1), 1, 1), {"epilogue": "bias:f32+swiglu+interleaved+fp8", "output": "e4m3"}),
+        ((128, 256, (1, 1), 1, 1), {**_BY_EIGHT, "grouping": "psum"}),
+        ((128, 256, (1, 1), 1, 1), {**_BY_EIGHT, "grouping": "masked"}),
+        ((64, 64, (1, 1), 2, 2), {"epilogue": "swiglu+interleaved:8", "grouping": "contiguous"}),
     ),
 )
 

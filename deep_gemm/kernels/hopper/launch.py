@@ -10,6 +10,7 @@ from ...errors import InvalidInputError, UnsupportedError
 from ...jit.driver.launch import Map
 from ...jit.driver.tensor_map import TensorMapSpec
 from ...params import GemmConfig, KernelParams
+from ...parts import EIGHT
 from ...spec import SCALE_BLOCK, GemmSpec, Operand, align, ceil_div
 from .. import groups
 from ..base import Argument, Numbers, Strides, Value, integers, parse_arguments
@@ -229,14 +230,19 @@ def gated_maps(
     template: HopperTemplate, params: KernelParams, spec: GemmSpec, n: int, strides: Strides
 ) -> tuple[Map, Map]:
     """The tensor maps of gate's rows and of up's, of ``n`` rows of B in all; the same one if they are not interleaved.
-    All boxes are whole."""
-    rows = template.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m
+    All boxes are whole. Rows that alternate by `EIGHT` have a dimension of eight rows."""
+    rows, turn = template.columns_of_d(params.gemm.block_n) // params.gemm.cluster_m, params.epilogue.interleaved
     row, column = strides["b"]
-    if not params.epilogue.interleaved:
+    if not turn:
         both = Map(boxes(replace(spec, n=n), spec.b, "b", strides, spec)(rows), "b")
         return both, both
     each = boxes(replace(spec, n=n // 2), spec.b, "b", {**strides, "b": (2 * row, column)}, spec)(rows)
-    return Map(each, "b"), Map(each, "b", row * BYTES[spec.b.dtype])
+    step = row * BYTES[spec.b.dtype]
+    if turn == EIGHT:
+        (k, count), (width, height) = each.dims, each.box
+        dims, box = (k, EIGHT, count // EIGHT), (width, EIGHT, height // EIGHT)
+        each = replace(each, dims=dims, strides=(step, 2 * EIGHT * step), box=box)
+    return Map(each, "b"), Map(each, "b", turn * step)
 
 
 def _map_d(
