@@ -1,5 +1,5 @@
-"""DeepGEMM's fused mixture-of-experts layer for Hopper, for a group of one rank: its names, buffers and semantics, by
-the launches of `deep_gemm.fp8_moe`.
+"""DeepGEMM's fused mixture-of-experts layer for Hopper: its names, buffers and semantics, by the launches of
+`deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them.
 
 `deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work, and kernels that they
 launch have not been run on a GPU.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import quantize
 from .errors import InvalidInputError, UnsupportedError
-from .ops import checks, moe_chain
+from .ops import chain, checks, moe_chain, moe_ranks
 from .ops.checks import MAX_SIZE, check_index, shown
 from .parts import EIGHT
 from .quantize import Quantized
@@ -44,14 +44,16 @@ class SymmBuffer:
     def __init__(
         self, group: Any, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int, inner: int
     ) -> None:
-        ranks = 1 if group is None else group.size()
-        if ranks != 1:
-            raise UnsupportedError(
-                f"group has {ranks} ranks, and this version computes a layer on one. Pass None or a group of one rank, "
-                "or send tokens to other ranks by deep_gemm.nn.parallel.ExpertParallel."
-            )
+        self.ranks: int = 1 if group is None else group.size()
+        self.rank: int = 0 if group is None else group.rank()
+        if self.ranks > moe_ranks.MOST_RANKS:
+            raise UnsupportedError(f"group has {self.ranks} ranks, but at most {moe_ranks.MOST_RANKS} are supported.")
         for name, size in (("num_experts", num_experts), ("num_max_tokens_per_rank", num_max_tokens_per_rank)):
             check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
+        if num_experts % self.ranks:
+            raise InvalidInputError(
+                f"num_experts must be a multiple of the {self.ranks} ranks of group, but it is {num_experts}."
+            )
         check_index("num_topk", num_topk, 1, num_experts, f"from 1 to {num_experts}, the number of experts")
         for name, size in (("hidden", hidden), ("intermediate_hidden", inner)):
             check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
@@ -61,15 +63,46 @@ class SymmBuffer:
         self.hidden, self.intermediate_hidden = hidden, inner
         self.num_max_tokens_per_rank = rows = align(num_max_tokens_per_rank, TOKEN_ALIGNMENT)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.x = torch.zeros((rows, hidden), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        self.x_sf = torch.zeros((rows, hidden // SCALE_BLOCK), device=device)
-        self.topk_idx = torch.full((rows, num_topk), -1, dtype=torch.int64, device=device)
-        self.topk_weights = torch.zeros((rows, num_topk), device=device)
+        self.epochs: Tensor | None = None
+        fields = chain.Layout().add_tensor("x", (rows, hidden), torch.float8_e4m3fn)
+        fields.add_tensor("x_sf", (rows, hidden // SCALE_BLOCK), torch.float32)
+        fields.add_tensor("topk_idx", (rows, num_topk), torch.int64)
+        fields.add_tensor("topk_weights", (rows, num_topk), torch.float32)
+        if self.ranks > 1:
+            fields.add_tensor("slots", (rows * num_topk, hidden), torch.bfloat16)
+            fields.add_tensor("flags", (2 * self.ranks,), torch.int32)
+            buffer, addresses = shared_buffer(fields.bytes, group, device)
+            places = [fields.places[name].offset for name in moe_ranks.FIELDS]
+            self.peers = torch.tensor([[base + place for place in places] for base in addresses], device=device)
+            self.epochs = torch.zeros(2, dtype=torch.int32, device=device)
+            self.slots = fields.places["slots"].of(buffer)
+        else:
+            buffer = torch.zeros(fields.bytes, dtype=torch.uint8, device=device)
+        self.x, self.x_sf, self.topk_idx, self.topk_weights = (
+            fields.places[name].of(buffer) for name in moe_ranks.FIELDS[:4]
+        )
+        self.topk_idx.fill_(-1)
 
     def destroy(self) -> None:
-        """Free the memory. The buffer is of no use then."""
-        for name in ("x", "x_sf", "topk_idx", "topk_weights"):
+        """Free the memory. The buffer is of no use then. With several ranks all must have ended their calls."""
+        for name in ("x", "x_sf", "topk_idx", "topk_weights", "slots"):
             setattr(self, name, None)
+
+
+def shared_buffer(size: int, group: Any, device: str) -> tuple[Tensor, list[int]]:
+    """Memory of this rank, ``size`` bytes of zeros, and the address of each rank's, by torch's symmetric memory.
+    Returns when all ranks' are zeros."""
+    if device == "cpu":
+        raise UnsupportedError("several ranks need GPUs, which no driver was found for. Pass None for one rank.")
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    buffer = symmetric.empty(size, dtype=torch.uint8, device=torch.device(device, torch.cuda.current_device()))
+    addresses = [int(address) for address in symmetric.rendezvous(buffer, group).buffer_ptrs]
+    buffer.zero_()
+    torch.cuda.synchronize()
+    dist.barrier(group)
+    return buffer, addresses
 
 
 def get_symm_buffer_for_sm90_mega_moe(
@@ -85,7 +118,8 @@ def get_symm_buffer_for_sm90_mega_moe(
     """The buffer of a rank, on the current CUDA device, or on the CPU if there is none.
 
     Args:
-        group: a group of torch.distributed with one rank, or None.
+        group: a group of torch.distributed, or None for one rank. Several ranks are on GPUs of one host that read each
+            other's memory.
         num_experts: experts of all ranks.
         num_max_tokens_per_rank: the most tokens of a call, rounded up to a multiple of 128.
         num_topk: experts of each token.
@@ -93,7 +127,7 @@ def get_symm_buffer_for_sm90_mega_moe(
         use_fp8_dispatch: True.
         activation: "swiglu".
 
-    Raises InvalidInputError, which names the argument, and UnsupportedError for more ranks and other options.
+    Raises InvalidInputError, which names the argument, and UnsupportedError for more than 32 ranks and other options.
 
     >>> get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128).num_max_tokens_per_rank
     128
@@ -239,7 +273,10 @@ def fp8_mega_moe(
         activation_clamp: None, or the limit.
         fast_math: no effect.
         num_tokens_bound: None, or a number of tokens that no rank exceeds, from ``tokens`` to what the buffer has room
-            for. It changes no bit.
+            for, the same on all ranks. It changes no bit; without it, several ranks look at all rows of their buffers.
+
+    With several ranks each passes the weights of its own experts, and all make the same calls in the same order. A rank
+    waits for the others on the device, about a minute at most; then the kernel traps. Results are those of one rank.
 
     Results repeat bit for bit. Weights are read as they are. Raises InvalidInputError, which names the argument, and
     UnsupportedError for other options.
@@ -259,15 +296,21 @@ def fp8_mega_moe(
     if num_tokens_bound is not None:
         check_index("num_tokens_bound", num_tokens_bound, tokens, most, f"None or from {tokens} to {most}")
     rows, weights = slice(tokens), (*checks.pair("l1_weights", l1_weights), *checks.pair("l2_weights", l2_weights))
-    wanted = sym_buffer.num_experts, 2 * sym_buffer.intermediate_hidden, sym_buffer.hidden
+    wanted = sym_buffer.num_experts // sym_buffer.ranks, 2 * sym_buffer.intermediate_hidden, sym_buffer.hidden
     if tuple(weights[0].shape) != wanted:
         raise InvalidInputError(
-            f"the values of l1_weights must have the shape {wanted}, as sym_buffer has experts and sizes, but it is "
-            f"{tuple(weights[0].shape)}."
+            f"the values of l1_weights must have the shape {wanted}, as sym_buffer has experts of a rank and sizes, "
+            f"but it is {tuple(weights[0].shape)}."
         )
-    own = sym_buffer.x[rows], sym_buffer.topk_idx[rows], sym_buffer.topk_weights[rows]
     limit = math.inf if activation_clamp is None else activation_clamp
     stats = cumulative_local_expert_recv_stats
+    if sym_buffer.ranks > 1:
+        bound = most if num_tokens_bound is None else num_tokens_bound
+        slots = sym_buffer.slots[: bound * sym_buffer.num_topk]
+        of_ranks = sym_buffer.peers, sym_buffer.epochs, slots
+        moe_ranks.experts(*of_ranks, *weights, y, stats, sym_buffer.rank, bound, limit)
+        return
+    own = sym_buffer.x[rows], sym_buffer.topk_idx[rows], sym_buffer.topk_weights[rows]
     moe_chain.experts(*own, *weights, y, sym_buffer.x_sf[rows], stats, limit, True)
 
 

@@ -437,6 +437,50 @@ class ActivateSpec:
         return f"{self.function} of {self.choices} of {self.rows} rows of {self.columns} elements to {self.output}"
 
 
+@record(frozen=True)
+class MeetSpec:
+    """Meeting ``which`` of a call, 0 or 1, at which ``rank`` waits for all of ``ranks``."""
+
+    rank: int
+    ranks: int
+    which: int
+
+    def __str__(self) -> str:
+        return f"meeting {self.which} of rank {self.rank} of {self.ranks}"
+
+
+@record(frozen=True)
+class PullSpec:
+    """``tokens`` of each of ``ranks``, of ``width`` elements, of which rank ``rank`` pulls those that chose one of its
+    ``experts``."""
+
+    rank: int
+    ranks: int
+    tokens: int
+    width: int
+    experts: int
+    all_experts: int
+    top_k: int
+    num_sms: int = 1
+
+    def __str__(self) -> str:
+        return f"pulling {self.tokens} tokens of {self.width} elements from each of {self.ranks} ranks"
+
+
+@record(frozen=True)
+class ReturnSpec:
+    """Rows of ``width`` elements for ``top_k`` choices of ``tokens`` of each of ``ranks``."""
+
+    ranks: int
+    tokens: int
+    width: int
+    top_k: int
+    num_sms: int = 1
+
+    def __str__(self) -> str:
+        return f"returning rows of {self.tokens} tokens to each of {self.ranks} ranks"
+
+
 Spec: TypeAlias = (
     QuantizeSpec
     | RowsSpec
@@ -453,6 +497,9 @@ Spec: TypeAlias = (
     | DispatchSpec
     | CombineSpec
     | ActivateSpec
+    | MeetSpec
+    | PullSpec
+    | ReturnSpec
 )
 
 

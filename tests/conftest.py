@@ -35,6 +35,8 @@ def why_no_gpu() -> str | None:
     # Threads of torch wait by spinning, so that several processes with several threads each take four times as long.
     # The variable is for processes that tests start; here OpenMP may be loaded already.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Streams that wait for each other must not share one of a GPU's queues, of which there are 8 without this.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

@@ -3,6 +3,7 @@
 Device headers are compiled as they are, but for their asm statements: each instruction becomes a call of the function
 of emulator_ptx.h that does the same."""
 
+import copy
 import ctypes
 import re
 import shutil
@@ -39,8 +40,17 @@ class Emulated:
         call = ", ".join(f"*static_cast<{x.ctype}*>(cta::given[{i}])" for i, x in enumerate(arguments))
         body = f"void call() {{ {self.kernel.kernel_name(params)}({call}); }}"
         kernel = re.sub("(?<!extern) __shared__ ", " static ", translated(engine.build_request(params).source))
-        self._emulate = built(folder, kernel, body, *edits).emulate
+        self._load(built(folder, kernel, body, *edits))
+
+    def _load(self, library: ctypes.CDLL) -> None:
+        self._library, self._emulate = library, library.emulate
         self._emulate.restype = ctypes.c_char_p
+
+    def another(self, file: Path) -> "Emulated":
+        """The same kernel, loaded from a copy, so that it can run at the same time."""
+        found = copy.copy(self)
+        found._load(ctypes.CDLL(str(shutil.copy(self._library._name, file))))
+        return found
 
     def __call__(
         self,
@@ -82,6 +92,8 @@ def built(folder: Path, kernel: str, code: str, *edits: tuple[str, str, str]) ->
         (include / path.name).write_text(translated(_edited(path, edits)))
     source.write_text(f'#include "emulator_ptx.h"\n{kernel}\n{code}\n')
     flags = ("-std=c++17", "-O1", "-ffp-contract=off", "-w", "-shared", "-fPIC", f"-I{include}", f"-I{_HERE}")
+    if Path(program).name == "g++":  # copies of a library would share variables
+        flags = (*flags, "-fno-gnu-unique")
     subprocess.run([program, *flags, str(source), "-o", str(library)], check=True, timeout=300)
     return ctypes.CDLL(str(library))
 

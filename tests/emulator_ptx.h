@@ -1,6 +1,7 @@
 // The instructions and functions of CUDA that kernels use, for emulator.h. emulation.py calls ptx_X for the instruction X, dots and
 // colons as underscores, with its operands in the order of the PTX text.
 #pragma once
+#include <unistd.h>
 #include "emulator.h"
 
 using cta::u16;
@@ -281,6 +282,15 @@ inline void ptx_atom_acquire_gpu_global_add_u64(u64& before, void* at, u64 x) {
   cta::store(at, before + x);
 }
 inline void ptx_fence_acq_rel_gpu() {}
+inline void ptx_st_release_sys_global_u32(void* at, u32 x) {
+  cta::global(at, 4, 4);
+  __atomic_store_n(static_cast<u32*>(at), x, __ATOMIC_RELEASE);
+}
+inline void ptx_ld_acquire_sys_global_u32(u32& x, const void* at) {
+  cta::global(at, 4, 4);
+  x = __atomic_load_n(static_cast<const u32*>(at), __ATOMIC_ACQUIRE);
+}
+inline void ptx_nanosleep_u32(u32) { usleep(20); }  // others are threads of the process
 inline void ptx_prmt_b32(u32& d, u32 a, u32 b, u32 which) {
   const u64 bytes = static_cast<u64>(b) << 32 | a;
   d = 0;

@@ -37,8 +37,11 @@ from deep_gemm.spec import (
     KGroupMapsSpec,
     LogitsScheduleSpec,
     LogitsSpec,
+    MeetSpec,
     PagedLogitsSpec,
+    PullSpec,
     QuantizeSpec,
+    ReturnSpec,
     RowsSpec,
     TransposeBytesSpec,
     TransposeSpec,
@@ -52,7 +55,8 @@ KERNELS = {
     GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
     QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
     PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
-    DispatchSpec: "dispatch", CombineSpec: "combine", ActivateSpec: "activate", Fp4Spec: "fp4",
+    DispatchSpec: "dispatch", CombineSpec: "combine", ActivateSpec: "activate", Fp4Spec: "fp4", MeetSpec: "meet",
+    PullSpec: "pull", ReturnSpec: "return",
 }  # fmt: skip
 
 

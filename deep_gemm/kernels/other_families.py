@@ -22,6 +22,9 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.DispatchSpec: ("moe_dispatch", "moe_kernels", "DISPATCH"),
     spec.CombineSpec: ("moe_combine", "moe_kernels", "COMBINE"),
     spec.ActivateSpec: ("moe_activate", "moe_kernels", "ACTIVATE"),
+    spec.MeetSpec: ("moe_meet", "moe_ranks", "MEET"),
+    spec.PullSpec: ("moe_pull", "moe_ranks", "PULL"),
+    spec.ReturnSpec: ("moe_return", "moe_ranks", "RETURN"),
 }
 """What each computes; its name, the module that has it, and what it is called there. A process imports only the modules
 whose kernels it needs: all together would take a third of a first call."""

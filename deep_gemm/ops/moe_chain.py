@@ -131,37 +131,13 @@ class Experts(MoeChain):
         fused = inner % SCALE_BLOCK == 0
         masked = tokens <= MOST_MASKED and fused
         rows = rows_of(given["x"], choices, experts, masked)
-        scratch = _memory(rows, tokens, top_k, experts, width, inner, before, fused)
+        scratch = memory_of_rows(Layout(), rows, tokens, top_k, experts, width, inner, before, fused)
 
         sent: Named = {"x": "x", "chosen": "topk_idx", "layout": "layout", "places": "places", "out": pair("a")}
         sent |= {"sfx": _TITLES["x_scales"]} if given["x_scales"] is not None else {}
         sent |= {"weights": "topk_weights", "factors": "factors"} if before else {}
         sent |= {"stats": "stats"} if given["stats"] is not None else {}
-        of_dispatch = tuple(name for name in ("sfx", "weights", "stats") if name in sent)
-        links = [Link(_dispatch(of_dispatch), sent, {"alignment": ALIGNMENT})]
-
-        form: Named = {"masked_m" if masked else "grouped_layout": "layout"}
-        how: dict[str, Any] = {"use_psum_layout": True, "alignment": ALIGNMENT}
-        if masked:
-            how = {"expected_m": max(1, ceil_div(choices, experts))}
-        limit = float(given["clamp"])
-        first: Named = {"a": pair("a"), "b": GATE_UP, **form}
-        if fused:
-            parts = Parts(
-                row_factor=before,
-                activation=SWIGLU,
-                clamp=None if limit == math.inf else limit,
-                cast="1x128",
-                interleaved=EIGHT if before else 0,
-            )
-            first |= {"d": "h", "sfd": "sf h"} | ({"row_factor": "factors"} if before else {})
-            links.append(Link(_product(masked, *parts.tensors), first, {**how, "epilogue": str(parts)}))
-        else:
-            gated: Named = {"x": "hidden", "out": pair("h")}
-            activation = {"interleaved": False, "limit": limit, "use_ue8m0": False}
-            links.append(Link(_product(masked), {**first, "d": "hidden"}, how))
-            links.append(Link(_silu_and_mul(), gated, activation))
-        links.append(Link(_product(masked), {"a": pair("h"), "b": DOWN, **form, "d": "results"}, how))
+        links = send_and_multiply(sent, masked, fused, before, float(given["clamp"]), ceil_div(choices, experts))
         added: Named = {"x": "results", "places": "places", "y": "y"}
         links.append(Link(_combine(not before), added | ({} if before else {"weights": "topk_weights"}), {}))
         return Links(links, scratch, Layout(), False)
@@ -189,7 +165,37 @@ def rows_of(x: Tensor, choices: int, experts: int, masked: bool) -> tuple[int, .
     return rows
 
 
-def _memory(
+def send_and_multiply(sent: Named, masked: bool, fused: bool, before: bool, limit: float, expected: int) -> list[Link]:
+    """Dispatch, the product with gate and up, SwiGLU if it is a launch of its own, and the product with down, whose
+    result is ``results``. ``sent``: the tensors of dispatch; ``expected``: rows of an expert."""
+    of_dispatch = tuple(name for name in ("sfx", "weights", "stats") if name in sent)
+    links = [Link(_dispatch(of_dispatch), sent, {"alignment": ALIGNMENT})]
+    form: Named = {"masked_m" if masked else "grouped_layout": "layout"}
+    how: dict[str, Any] = {"use_psum_layout": True, "alignment": ALIGNMENT}
+    if masked:
+        how = {"expected_m": max(1, expected)}
+    first: Named = {"a": pair("a"), "b": GATE_UP, **form}
+    if fused:
+        parts = Parts(
+            row_factor=before,
+            activation=SWIGLU,
+            clamp=None if limit == math.inf else limit,
+            cast="1x128",
+            interleaved=EIGHT if before else 0,
+        )
+        first |= {"d": "h", "sfd": "sf h"} | ({"row_factor": "factors"} if before else {})
+        links.append(Link(_product(masked, *parts.tensors), first, {**how, "epilogue": str(parts)}))
+    else:
+        gated: Named = {"x": "hidden", "out": pair("h")}
+        activation = {"interleaved": False, "limit": limit, "use_ue8m0": False}
+        links.append(Link(_product(masked), {**first, "d": "hidden"}, how))
+        links.append(Link(_silu_and_mul(), gated, activation))
+    links.append(Link(_product(masked), {"a": pair("h"), "b": DOWN, **form, "d": "results"}, how))
+    return links
+
+
+def memory_of_rows(
+    found: Layout,
     rows: tuple[int, ...],
     tokens: int,
     top_k: int,
@@ -199,8 +205,7 @@ def _memory(
     has_factors: bool,
     fused: bool,
 ) -> Layout:
-    """The scratch memory. Results of experts lie where their tokens were."""
-    found = Layout()
+    """Add the scratch memory of rows to ``found``. Results of experts lie where their tokens were."""
     found.add_tensor("layout", (experts,), I32).add_tensor("places", (tokens, top_k), I32)
     if has_factors:
         found.add_tensor("factors", rows, F32)
@@ -275,19 +280,10 @@ def check_wanted(given: Mapping[str, Any], wanted: dict[str, tuple[Any, torch.dt
         "topk_weights": (weights, F32, (tokens, top_k)),
         **wanted,
     }
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
-            raise InvalidInputError(
-                f"{name} must be {dtype} {shape}, but they are {tensor.dtype} {shape_of(tensor)}."
-                if "scales" in name or name == "topk_weights"
-                else f"{name} must be {dtype} {shape}, but it is {tensor.dtype} {shape_of(tensor)}."
-            )
+    check_each(wanted)
     if top_k == 0:
         raise InvalidInputError("topk_idx must have a choice for each token, but it has no columns.")
-    if not (isinstance(given["clamp"], (int, float)) and (given["clamp"] == math.inf or is_float32(given["clamp"]))):
-        raise InvalidInputError(f"clamp must be None or a number from 0 on, but it is {checks.shown(given['clamp'])}.")
-    if given["clamp"] < 0:
-        raise InvalidInputError(f"clamp must be None or a number from 0 on, but it is {given['clamp']}.")
+    check_clamp(given["clamp"])
     if checks.is_fake([each for each, *_ in wanted.values() if each is not None]):
         return
     for name, tensor in (("topk_idx", chosen), ("topk_weights", weights), ("stats", stats)):
@@ -305,6 +301,21 @@ def check_wanted(given: Mapping[str, Any], wanted: dict[str, tuple[Any, torch.dt
     if stats is not None and stats.numel():
         others = {name: tensor for name, (tensor, *_) in wanted.items() if tensor is not None and name != "stats"}
         checks.check_no_overlap("stats", stats[None], others)
+
+
+def check_each(wanted: Mapping[str, tuple[Any, torch.dtype, tuple[int, ...]]]) -> None:
+    """Check the dtype and the shape of each tensor, or None."""
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor is not None and (tensor.dtype != dtype or tuple(tensor.shape) != shape):
+            verb = "they are" if "scales" in name or name == "topk_weights" else "it is"
+            raise InvalidInputError(f"{name} must be {dtype} {shape}, but {verb} {tensor.dtype} {shape_of(tensor)}.")
+
+
+def check_clamp(clamp: Any) -> None:
+    """Check a limit of SwiGLU, infinite for none."""
+    is_number = isinstance(clamp, (int, float)) and (clamp == math.inf or is_float32(clamp))
+    if not (is_number and clamp >= 0):
+        raise InvalidInputError(f"clamp must be None or a number from 0 on, but it is {checks.shown(clamp)}.")
 
 
 _GIVEN: tuple[tuple[str, ...], ...] = ((), ("x_scales",), ("stats",), ("x_scales", "stats"))

@@ -1,0 +1,35 @@
+"""Mixtures of experts over several ranks on one GPU, where a rank is a stream with a part of the SMs, and over GPUs."""
+
+import random
+
+import pytest
+import spawned
+import torch
+from gpu_cases import DEVICE
+from rank_cases import CASES, Layer, compare, over_gpus
+
+pytestmark = [pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"), pytest.mark.limit(300)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_one_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, experts, top_k, counts, late, hot = CASES[name]
+    layer = Layer(monkeypatch, ranks, experts, top_k)
+    for seed in range(4):
+        compare(layer, counts[seed % ranks :] + counts[: seed % ranks], seed, late, hot)
+
+
+def test_counts_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random rank is late in each."""
+    rng, layer = random.Random(1), Layer(monkeypatch, 4, 16, 4)
+    for seed in range(50):
+        counts = tuple(rng.choice((0, 1, rng.randint(1, 100))) for _ in range(4))
+        compare(layer, (*counts[:3], max(1, counts[3])), seed, {rng.randrange(4): 0.002})
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("late", [None, 1], ids=["in step", "rank 1 late"])
+def test_gpus_compute_what_one_does(size: int, late: int | None) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs")
+    assert all(all(found) for found in spawned.run(over_gpus, size=size, device="cuda", late=late))

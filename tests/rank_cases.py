@@ -1,0 +1,176 @@
+"""Mixtures of experts over several ranks in one process: on a CPU a rank is a thread, and on a GPU a stream."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from moe_cases import problem
+from torch import Tensor
+
+import deep_gemm
+from deep_gemm import mega_moe
+
+WIDTH, INNER, MOST = 256, 128, 128
+CLAMP = 2.0
+
+
+class Group:
+    """Of ranks of one process. ``buffers`` are theirs."""
+
+    def __init__(self, buffers: list[Tensor], rank: int) -> None:
+        self.buffers, self.own = buffers, rank
+
+    def size(self) -> int:
+        return len(self.buffers)
+
+    def rank(self) -> int:
+        return self.own
+
+
+def in_process(size: int, group: Group, device: str) -> tuple[Tensor, list[int]]:
+    return group.buffers[group.own], [each.data_ptr() for each in group.buffers]
+
+
+class Layer:
+    """A layer with ``experts`` experts over ``ranks`` ranks, and on one rank."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int, experts: int, top_k: int) -> None:
+        monkeypatch.setattr(mega_moe, "shared_buffer", in_process)
+        self.ranks, self.experts, self.top_k = ranks, experts, top_k
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        size = MOST * (WIDTH + WIDTH // 32 + 16 * top_k + top_k * WIDTH * 2) + (1 << 14)
+        self.memory = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(ranks)]
+        sizes = experts, MOST, top_k, WIDTH, INNER
+        self.buffers = [mega_moe.get_symm_buffer_for_mega_moe(Group(self.memory, r), *sizes) for r in range(ranks)]
+        self.one = mega_moe.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes[2:])
+        given = problem(1, experts, top_k, WIDTH, INNER)
+        first, second = (tuple(part.to(self.device) for part in given[name]) for name in ("gate_up", "down"))
+        self.weights = mega_moe.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
+        self.stats = torch.zeros((ranks, experts // ranks), dtype=torch.int32, device=self.device)
+        self.streams = [torch.cuda.Stream() for _ in range(ranks)] if self.device == "cuda" else []
+
+    def wanted(self, tokens: dict[str, Tensor]) -> Tensor:
+        fill(self.one, tokens, slice(None))
+        y = torch.empty(len(tokens["x"]), WIDTH, device=self.device).bfloat16()
+        mega_moe.fp8_mega_moe(y, *self.weights, self.one, activation_clamp=CLAMP)
+        return y
+
+    def found(self, tokens: dict[str, Tensor], counts: tuple[int, ...], late: dict[int, float]) -> Tensor:
+        """``late``: seconds for which ranks wait before their call."""
+        ends = torch.tensor(counts).cumsum(0).tolist()
+        parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        y = torch.empty(len(tokens["x"]), WIDTH, device=self.device).bfloat16()
+        if self.device == "cuda":
+            self._by_streams(y, tokens, parts, max(counts), late)
+        else:
+            self._by_threads(y, tokens, parts, max(counts), late)
+        return y
+
+    def call(self, rank: int, y: Tensor, bound: int) -> None:
+        own = slice(rank * self.experts // self.ranks, (rank + 1) * self.experts // self.ranks)
+        first, second = ((values[own], scales[own]) for values, scales in self.weights)
+        more = {"num_tokens_bound": bound, "activation_clamp": CLAMP}
+        mega_moe.fp8_mega_moe(y, first, second, self.buffers[rank], self.stats[rank], **more)
+
+    def _by_streams(
+        self, y: Tensor, tokens: dict[str, Tensor], parts: list[slice], bound: int, late: dict[int, float]
+    ) -> None:
+        """All memory is there before the first kernel waits. Each rank has a part of the SMs."""
+        for rank, part in enumerate(parts):
+            fill(self.buffers[rank], tokens, part)
+            with torch.cuda.stream(self.streams[rank]):
+                torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        before = deep_gemm.get_num_sms()
+        deep_gemm.set_num_sms(before // self.ranks)
+        try:
+            for rank, part in enumerate(parts):
+                with torch.cuda.stream(self.streams[rank]):
+                    if rank in late:
+                        torch.cuda._sleep(int(late[rank] * 1e9))
+                    self.call(rank, y[part], bound)
+        finally:
+            deep_gemm.set_num_sms(before)
+        torch.cuda.synchronize()
+
+    def _by_threads(
+        self, y: Tensor, tokens: dict[str, Tensor], parts: list[slice], bound: int, late: dict[int, float]
+    ) -> None:
+        errors = list[BaseException]()
+
+        def call(rank: int) -> None:
+            try:
+                time.sleep(late.get(rank, 0.0))
+                fill(self.buffers[rank], tokens, parts[rank])
+                self.call(rank, y[parts[rank]], bound)
+            except BaseException as error:  # shown by the test
+                errors.append(error)
+
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+
+def fill(buffer: Any, tokens: dict[str, Tensor], rows: slice) -> None:
+    x, chosen, weights = (tokens[name][rows].to(buffer.x.device) for name in ("x", "topk_idx", "topk_weights"))
+    own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
+    mega_moe.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x))
+
+
+def tokens_of(count: int, experts: int, top_k: int, seed: int, hot: bool) -> dict[str, Tensor]:
+    """``hot``: all choose the last expert first."""
+    given = problem(count, experts, top_k, 16, 16, seed)
+    chosen = given["topk_idx"]
+    if hot:
+        chosen[chosen == experts - 1] = -1
+        chosen[:, 0] = experts - 1
+    x = torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return {"x": x, "topk_idx": chosen, "topk_weights": given["topk_weights"]}
+
+
+def compare(layer: Layer, counts: tuple[int, ...], seed: int, late: dict[int, float], hot: bool = False) -> None:
+    tokens = tokens_of(sum(counts), layer.experts, layer.top_k, seed, hot)
+    layer.stats.zero_()
+    assert torch.equal(layer.found(tokens, counts, late), layer.wanted(tokens))
+    chosen = tokens["topk_idx"].flatten()
+    of_experts = chosen[(chosen >= 0) & (chosen < layer.experts)].bincount(minlength=layer.experts)
+    assert layer.stats.flatten().tolist() == of_experts.tolist()
+
+
+CASES: dict[str, tuple[int, int, int, tuple[int, ...], dict[int, float], bool]] = {
+    "two": (2, 8, 2, (5, 9), {}, False),
+    "more tokens": (3, 6, 4, (40, 3, 29), {0: 0.03}, False),
+    "eight, some without tokens": (8, 8, 3, (0, 4, 0, 1, 9, 0, 2, 3), {6: 0.05}, False),
+    "a hot expert": (4, 8, 2, (30, 2, 0, 17), {3: 0.05}, True),
+}
+"""Ranks, experts, top_k, tokens of each rank, ranks that are late, and whether all choose one expert."""
+
+
+def over_gpus(mesh: Any) -> list[bool]:
+    """A job of `spawned`: whether the results of calls are those of one rank."""
+    rank, ranks, experts, top_k = mesh.get_rank(), mesh.size(), 16, 4
+    given, found = problem(1, experts, top_k, WIDTH, INNER), []
+    first, second = (tuple(part.cuda() for part in given[name]) for name in ("gate_up", "down"))
+    weights = mega_moe.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
+    own = slice(rank * experts // ranks, (rank + 1) * experts // ranks)
+    sizes = top_k, WIDTH, INNER
+    buffer = mega_moe.get_symm_buffer_for_mega_moe(mesh.get_group(), experts, MOST, *sizes)
+    one = mega_moe.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes)
+    for seed in range(20):
+        counts = [(seed * 7 + 13 * each) % 100 for each in range(ranks)]
+        tokens, begin = tokens_of(sum(counts), experts, top_k, seed, seed % 5 == 4), sum(counts[:rank])
+        part = slice(begin, begin + counts[rank])
+        fill(buffer, tokens, part)
+        fill(one, tokens, slice(None))
+        y, whole = (torch.empty(count, WIDTH, device="cuda").bfloat16() for count in (counts[rank], sum(counts)))
+        own_weights = [(values[own], scales[own]) for values, scales in weights]
+        mega_moe.fp8_mega_moe(y, *own_weights, buffer, num_tokens_bound=max(counts))
+        mega_moe.fp8_mega_moe(whole, *weights, one)
+        found.append(torch.equal(y, whole[part]))
+    return found
