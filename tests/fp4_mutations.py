@@ -5,11 +5,11 @@ from mutation import Mutation
 
 KERNELS = {name: run.params for name, run in RUNS.items()}
 
-_SPLIT = ("fp8 split", "bf16 split")
-_FP8 = ("fp8", "fp8 masked", "fp8 split", "psum")
-_BF16 = ("bf16", "bf16 masked", "index")
-_STREAM = ("fp8", "bf16", "fp8 masked", "bf16 masked", "fp8 absolute", "index", "psum")
-_RELATIVE = ("fp8", "bf16", "fp8 masked", "bf16 masked", "index", "psum")
+_SPLIT = ("fp8 split", "bf16 split", "bf16 split by three")
+_FP8 = ("fp8", "fp8 masked", "fp8 high", "fp8 split", "psum")
+_BF16 = ("bf16", "bf16 masked", "bf16 high", "index")
+_RELATIVE = ("fp8", "bf16", "fp8 masked", "bf16 masked", "fp8 high", "bf16 high", "index", "psum")
+_STREAM = (*_RELATIVE, "fp8 absolute")
 
 # fmt: off
 MUTATIONS = [
@@ -43,12 +43,13 @@ MUTATIONS = [
              "if (unit * 2 + 1 < arg.blocks)\n          Products",
              "if (unit * 2 + 3 < arg.blocks)\n          Products", (*_STREAM, "bf16 absolute")),
     Mutation("forget what other CTAs have summed up", "fp4_gemm.cuh",
-             "if (walk.k1 < walk.units) add_tails(walk, sum, consumer, thread);", "", ("fp8", "bf16", "fp8 absolute")),
+             "if (walk.k1 < walk.units) add_tails(walk, sum, consumer, thread);", "",
+             ("fp8", "bf16", "fp8 high", "fp8 absolute")),
     Mutation("take the upper row's factor for the lower", "fp4_gemm.cuh",
              "f1 = __ldg(factors + warp * 16 + lane / 4 + 8);", "f1 = f0;", _RELATIVE),
     Mutation("take the first group's weights for all", "fp4_gemm.cuh",
              "((static_cast<u64>(group) * arg.pieces + min_of(index", "((0 * group + min_of(index",
-             ("fp8 masked", "bf16 masked", "bf16 absolute", "index", "psum")),
+             ("fp8 masked", "bf16 masked", "bf16 absolute", "bf16 high", "index", "psum")),
     Mutation("take the first group's scales of A", "fp4_gemm.cuh", "masked * arg.blocks);", "0);", ("fp8 masked",)),
     Mutation("take the upper row's factor for the lower where K is split", "fp4_split.cuh", "f1 = __ldg(factors + 8)",
              "f1 = __ldg(factors)", _SPLIT),

@@ -122,7 +122,10 @@ RUNS: dict[str, Fp4Run] = {
     "bf16 masked": Fp4Run("bf16", "masked", 30, expected=24), "fp8 absolute": Fp4Run("e4m3", absolute=True),
     "bf16 absolute": Fp4Run("bf16", "masked", 30, absolute=True, expected=8),
     "index": Fp4Run("bf16", "contiguous", 256), "psum": Fp4Run("e4m3", "psum", 256),
+    "fp8 high": Fp4Run("e4m3", m=200, n=328), "bf16 high": Fp4Run("bf16", "contiguous", 512),
     "fp8 split": Fp4Run("e4m3", m=13, n=72), "bf16 split": Fp4Run("bf16", m=50),
+    "bf16 split by three": Fp4Run("bf16", m=13, n=72),
 }  # fmt: skip
-"""Each kind of activations, exponents and groups, in stream-K order and with K split. `sanitize.py` runs all."""
+"""Each kind of activations, exponents and groups, in stream-K order, also with tiles of 128 tokens, and with K split by
+two and three consumers. `sanitize.py` runs all."""
 BY_PARAMS = {run.params: run for run in RUNS.values()}

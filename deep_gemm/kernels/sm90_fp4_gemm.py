@@ -20,7 +20,7 @@ PIECE_BYTES = {False: 4096 + 128, True: 4096 + 256}
 
 GROUPINGS = {"none": "kUngrouped", "masked": "kMasked", "contiguous": "kIndex", "psum": "kPsum"}
 
-TOKENS = (8, 16, 24, 32, 64)
+TOKENS = (8, 16, 24, 32, 64, 128)
 """Heights of tiles."""
 SPLIT_TOKENS = (8, 16, 32, 64)
 _MOST_ABSOLUTE = 32
@@ -34,20 +34,17 @@ _PREFETCHED_BYTES = 200_000_000
 """Packed weights up to which the first ones are prefetched while the previous kernel ends: 0.90 of the time with 53 MB,
 and 1.12 with 748 MB (H200)."""
 _EARLY_UNITS = 4
-_EARLY_SPLIT = 1
 
 
 @record(frozen=True)
 class Fp4Config(Config):
     """A CTA has ``tokens`` rows of A and 64 rows of B for each of ``consumers``, in stream-K order. If ``cluster`` is
-    not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K. In stream-K order
-    an SM has ``ctas_per_sm`` CTAs, of that many launches if ``overlap``."""
+    not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K."""
 
     tokens: int
     consumers: int
     ctas_per_sm: int
     cluster: int = 0
-    overlap: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -60,9 +57,7 @@ class Fp4Config(Config):
         the launch allocates, threads times the registers at entry: otherwise setmaxnreg waits for ever."""
         if self.cluster:
             return (24, 104) if self.tokens == SPLIT_TOKENS[-1] else (0, 0)
-        if self.tokens > SPLIT_TOKENS[-1]:
-            return 40, 208
-        return {1: (24, 104), 2: (32, 104)}.get(self.consumers, (32, 112))
+        return {1: (24, 104), 2: (40, 208), 4: (32, 112)}[self.consumers]
 
     @property
     def num_threads(self) -> int:
@@ -71,8 +66,8 @@ class Fp4Config(Config):
 
 
 def stream(tokens: int, narrow: bool = False) -> Fp4Config:
-    """A config in stream-K order."""
-    return Fp4Config(Fp4Family.name, tokens, *((1, 4) if narrow else (4, 1)))
+    """A config in stream-K order. Sums of 128 tokens leave registers for two consumers only."""
+    return Fp4Config(Fp4Family.name, tokens, *((1, 4) if narrow else (2 if tokens == TOKENS[-1] else 4, 1)))
 
 
 def _clusters(tokens: int) -> tuple[int, ...]:
@@ -80,9 +75,35 @@ def _clusters(tokens: int) -> tuple[int, ...]:
     return (1, 2) if tokens == SPLIT_TOKENS[-1] else (1, 2, 4)
 
 
-def split(tokens: int, cluster: int) -> Fp4Config:
-    """A config that splits K. Without a cluster deep rings are better than a third CTA on an SM (H200)."""
-    return Fp4Config(Fp4Family.name, tokens, 2, 3 if cluster > 1 and tokens <= 16 else 2, cluster)
+def split(tokens: int, cluster: int, dtype: str) -> Fp4Config:
+    """A config that splits K. Few BF16 tokens have three consumers, since decoding to BF16 has more instructions: they
+    took 0.90 to 0.95 of the time of two (H200), and FP8 gained nothing. Without a cluster deep rings are better than a
+    third CTA on an SM (H200)."""
+    consumers = 3 if dtype == "bf16" and tokens <= 16 else 2
+    ctas = 3 if consumers == 2 and cluster > 1 and tokens <= 16 else 2
+    return Fp4Config(Fp4Family.name, tokens, consumers, ctas, cluster)
+
+
+def _configs(dtype: str) -> list[Fp4Config]:
+    """All that tokens of ``dtype`` use."""
+    return [
+        *(stream(tokens) for tokens in TOKENS),
+        *(stream(tokens, narrow=True) for tokens in TOKENS if tokens <= 32 and dtype == "e4m3"),
+        *(split(tokens, cluster, dtype) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
+    ]
+
+
+def _rows(spec: Fp4Spec) -> int:
+    """Those that a tile should take. One of 128 tokens takes 0.85 to 0.94 of the time of two of 64 (H200), since it
+    decodes weights once; so up to an eighth more rows with padding is no loss. Of contiguous groups only the mean is
+    known; with the psum layout m has room for the padding of each."""
+    two, large = TOKENS[-2:]
+    if spec.grouping == "none":
+        return spec.m if align(spec.m, large) * 7 <= align(spec.m, two) * 8 else min(spec.m, two)
+    if spec.grouping == "masked":
+        return min(spec.expected_m or spec.m, spec.m)
+    mean = spec.m // spec.groups - (spec.alignment if spec.grouping == "psum" else 0)
+    return large if mean >= large else two
 
 
 class Fp4Family(KernelFamily):
@@ -103,24 +124,17 @@ class Fp4Family(KernelFamily):
 
     def configs(self, arch: ArchSpec) -> tuple[Fp4Config, ...]:
         """Few tokens split K; the others are in stream-K order."""
-        return (
-            *(stream(tokens) for tokens in TOKENS),
-            *(stream(tokens, narrow=True) for tokens in TOKENS if tokens <= 32),
-            *(split(tokens, cluster) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
-        )
+        return tuple(dict.fromkeys(_configs("e4m3") + _configs("bf16")))
 
     def config_of(self, spec: Fp4Spec, arch: ArchSpec) -> Fp4Config:
         """The lowest tile that takes the expected rows of a group. One product of up to 64 rows splits K if it has too
         few tiles for all SMs, but not under batch invariance, where all M add in one order."""
-        pieces, blocks = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K)
-        rows = min(spec.expected_m or spec.m, spec.m) if spec.grouping in ("none", "masked") else TOKENS[-1]
-        few = spec.grouping == "none" and rows <= SPLIT_TOKENS[-1] and pieces <= 2 * spec.num_sms
+        pieces, blocks, rows = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K), _rows(spec)
+        few = spec.grouping == "none" and spec.m <= SPLIT_TOKENS[-1] and pieces <= 2 * spec.num_sms
         if few and not spec.batch_invariant and not spec.absolute:
             tokens = next(each for each in SPLIT_TOKENS if rows <= each)
-            return split(
-                tokens,
-                next(x for x in _clusters(tokens)[::-1] if x == 1 or (pieces * x <= spec.num_sms and blocks >= 2 * x)),
-            )
+            few_enough = (x for x in _clusters(tokens)[::-1] if pieces * x <= spec.num_sms and blocks >= 2 * x)
+            return split(tokens, next(few_enough, 1), spec.dtype)
         heights = [x for x in TOKENS if x <= (_MOST_ABSOLUTE if spec.absolute else TOKENS[-1])]
         if spec.grouping in ("contiguous", "psum"):  # groups begin at multiples of the alignment
             heights = [x for x in heights if spec.alignment % x == 0]
@@ -176,7 +190,7 @@ class Fp4Family(KernelFamily):
             "n": spec.n,
             "pieces": pieces,
             "blocks": blocks,
-            "early": _EARLY_SPLIT * constant if c.cluster else self._prefetched(spec, c),
+            "early": int(constant) if c.cluster else self._prefetched(spec, c),
             "aligned": int(spec.aligned),
             "groups": spec.groups,
             "alignment": spec.alignment,
@@ -185,7 +199,7 @@ class Fp4Family(KernelFamily):
         if spec.dtype == "e4m3":
             scales = TensorMapSpec("f32", (spec.m, blocks * masked), (4 * strides["sfa"][1],), (c.tokens, 1))
             values["map_sfa"] = Map(scales, "sfa")
-        grid = pieces * ceil_div(spec.m, c.tokens) * c.cluster if c.cluster else self._ctas(spec, c)
+        grid = pieces * ceil_div(spec.m, c.tokens) * c.cluster if c.cluster else spec.num_sms * c.ctas_per_sm
         shape = LaunchShape(
             grid=(grid, 1, 1),
             block=c.num_threads,
@@ -195,12 +209,8 @@ class Fp4Family(KernelFamily):
         )
         return shape, values
 
-    def _ctas(self, spec: Fp4Spec, config: Fp4Config) -> int:
-        """In stream-K order."""
-        return spec.num_sms * (1 if config.overlap else config.ctas_per_sm)
-
     def _prefetched(self, spec: Fp4Spec, config: Fp4Config) -> int:
-        few = config.tokens < TOKENS[-1] and packed_bytes(spec) <= _PREFETCHED_BYTES
+        few = config.tokens < SPLIT_TOKENS[-1] and packed_bytes(spec) <= _PREFETCHED_BYTES
         return _EARLY_UNITS if few and not spec.batch_invariant else 0
 
     def workspace_bytes(self, spec: Fp4Spec) -> int:
@@ -208,7 +218,7 @@ class Fp4Family(KernelFamily):
         c = self.config_of(spec, self.arch)
         if c.cluster:
             return 0
-        consumers = self._ctas(spec, c) * c.consumers
+        consumers = spec.num_sms * c.ctas_per_sm * c.consumers
         return align(consumers * 8, 128) + consumers * PIECE_ROWS * c.tokens * 4
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
@@ -284,36 +294,36 @@ class Fp4Family(KernelFamily):
         )
 
     def describe(self, config: Config) -> str:
-        """The tile, and how many CTAs split K, and consumers if there are more than two."""
+        """The tile, and how many CTAs split K, by three consumers each if there is an x3."""
         rows, columns = config.tile
         if not isinstance(config, Fp4Config) or not config.cluster:
             return f"{rows}x{columns}"
-        return f"{rows}x{columns}_k{config.cluster}{f'x{config.consumers}' if config.consumers > 2 else ''}"
+        return f"{rows}x{columns}_k{config.cluster}{'x3' if config.consumers == 3 else ''}"
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
-        """Each config with FP8 tokens, those that BF16 uses with BF16; each form of groups, and absolute exponents."""
+        """Each config with the tokens that use it; each form of groups, and absolute exponents."""
         target = arch or self.arch
 
         def case(config: Fp4Config, dtype: str, grouping: str = "masked", absolute: bool = False) -> KernelParams:
             grouping = "none" if config.cluster else grouping
             return KernelParams(self.name, target.name, config, dtype=dtype, grouping=grouping, options=(absolute,))
 
-        every = self.configs(target)
-        found = [case(config, "e4m3") for config in every]
-        found += [case(config, "bf16") for config in every if config.cluster or config.consumers > 1]
+        found = []
         for dtype in ("e4m3", "bf16"):
-            found += [case(stream(64), dtype, grouping) for grouping in ("none", "contiguous", "psum")]
+            found += [case(config, dtype) for config in _configs(dtype)]
+            for tokens in TOKENS[-2:]:
+                found += [case(stream(tokens), dtype, grouping) for grouping in ("none", "contiguous", "psum")]
             found += [case(stream(tokens), dtype, absolute=True) for tokens in (8, _MOST_ABSOLUTE)]
         return found
 
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """With relative exponents, what experts of gpt-oss and DeepSeek-V4 need: all masked forms of up to 32 on a GPU,
-        and the psum form, which mixtures have from 65 tokens on, of 32, 128 and 256. All others compile when they are
-        first called."""
-        few = [(stream(tokens), "masked", 32) for tokens in TOKENS]
+        """With relative exponents, what experts of gpt-oss (BF16) and DeepSeek-V4 (FP8) need: the masked form of up to
+        32 on a GPU, for up to 64 tokens, and the psum form, which mixtures have for more, of 32 and of all. All others
+        compile when they are first called."""
+        few = [(stream(tokens), "masked", 32) for tokens in TOKENS if tokens <= 64]
         narrow = [(stream(tokens, narrow=True), "masked", 32) for tokens in TOKENS if tokens <= 32]
-        many = [(stream(TOKENS[-1]), "psum", groups.segments("psum", x)) for x in (32, 128, 256)]
-        by_dtype = {"e4m3": few + narrow + many, "bf16": few + many}
+        many = {x: [(stream(t), "psum", groups.segments("psum", x)) for t in TOKENS[-2:]] for x in (32, 128, 256)}
+        by_dtype = {"e4m3": few + narrow + many[32] + many[256], "bf16": few + many[32] + many[128]}
         return [
             KernelParams(self.name, arch.name, config, dtype=dtype, grouping=form, segments=size, options=(False,))
             for dtype, found in by_dtype.items()

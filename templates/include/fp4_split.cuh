@@ -65,13 +65,12 @@ struct Fp4Split {
     bulk_load(shared + kOffsetWeights + stage * kPiece, weights(piece, block), kPiece, full(stage), evict_first());
   }
 
-  // The first stages of constant weights are loaded before the previous kernel has ended, and the others prefetched into L2 if `early`
-  // is 2. Of weights that may change, the first stages are prefetched.
+  // The first stages of constant weights are loaded before the previous kernel has ended. Of weights that may change, they are
+  // prefetched into L2.
   DG_DEVICE void produce(u32 piece, u32 row, u32 first, u32 count) const {
     const u32 begun = min_of(count, kStages), early = arg.early > 0 ? begun : 0;
     if (early == 0 && begun > 0) bulk_prefetch(weights(piece, first), begun * kPiece);
     for (u32 i = 0; i < early; ++i) load_weights(piece, first + i, i);
-    if (arg.early > 1 && count > begun) bulk_prefetch(weights(piece, first + begun), (count - begun) * kPiece);
     wait_for_previous_kernel();
     allow_next_kernel();
     for (u32 i = 0, stage = 0, parity = 0; i < count; ++i) {

@@ -80,7 +80,7 @@ def repeated(
     return first[1:-1]
 
 
-ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300)
+ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 300, 400)
 
 
 @of_kinds
@@ -111,6 +111,7 @@ COUNTS: list[tuple[int, int, list[int], int, int]] = [
     (24, 20, [20, 24, 0, 1], 2048, 1024), (16, 12, [12, 16, 9], 320, 1056),
     (130, 60, [130, 0, 64, 65, 1, 129], 1152, 1024), (96, 20, [20] * 40, 1024, 512),
     (64, 24, [24, 20, 64, 0, 1, 17], 6144, 7168), (4, 1, [0, 0, 0], 256, 256),
+    (300, 128, [300, 0, 128, 129, 1, 64], 1152, 1056),
 ]  # fmt: skip
 
 
@@ -136,15 +137,16 @@ def test_masked(kind: str, case: tuple[int, int, list[int], int, int]) -> None:
 
 @of_kinds
 @pytest.mark.parametrize("psum", [False, True])
-def test_contiguous(kind: str, psum: bool) -> None:
-    n, k, m = 1088, 1056, 1024
-    weights, (a, values) = drawn(5, n, k), operand(kind, m, k)
+@pytest.mark.parametrize(("m", "groups"), [(1024, 9), (2048, 5)])  # tiles of 64 and of 128 tokens
+def test_contiguous(kind: str, psum: bool, m: int, groups: int) -> None:
+    n, k = 1088, 1056
+    weights, (a, values) = drawn(groups, n, k), operand(kind, m, k)
     b = deep_gemm.transform_fp4_weights(*weights, kind)
     labels = torch.full((m,), -1, dtype=torch.int32, device=DEVICE)
     places = {0: slice(0, 200), 2: slice(256, 257), 3: slice(384, 640), 4: slice(640, 641)}
     for group, rows in places.items():
         labels[rows] = group
-    ends = torch.tensor([200, 200, 257, 640, 641], dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor([200, 200, 257, 640] + [641] * (groups - 4), dtype=torch.int32, device=DEVICE)
     d = repeated(kind, "_contiguous", a, b, (m, n), ends if psum else labels, use_psum_layout=psum)
     for group, rows in places.items():
         close(kind, d[rows], values[rows], of_group(weights, group))
@@ -209,12 +211,12 @@ def test_constant_weights(kind: str) -> None:
 @of_kinds
 def test_batch_invariance(kind: str) -> None:
     weights = deep_gemm.transform_fp4_weights(*drawn(1024, 2880), kind)
-    x = torch.randn(300, 2880, device=DEVICE)
+    x = torch.randn(400, 2880, device=DEVICE)
     deep_gemm.set_batch_invariant(True)
     try:
-        whole = torch.empty(300, 1024, dtype=BF16, device=DEVICE)
+        whole = torch.empty(400, 1024, dtype=BF16, device=DEVICE)
         call(kind, "", x.to(BF16) if kind == "bf16" else quantize.rows(x), weights, whole)
-        for m in (1, 9, 64, 130):
+        for m in (1, 9, 64, 130, 250):
             part = torch.empty(m, 1024, dtype=BF16, device=DEVICE)
             call(kind, "", x[:m].to(BF16) if kind == "bf16" else quantize.rows(x[:m]), weights, part)
             assert torch.equal(part, whole[:m])

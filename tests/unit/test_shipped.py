@@ -134,9 +134,14 @@ def served(model: Any) -> set[KernelParams]:
 
 
 def decoding_with_mxfp4() -> set[KernelParams]:
-    """gpt-oss-20b and 120b, and DeepSeek-V4 on eight GPUs and on one. Six small experts have narrow tiles."""
+    """gpt-oss-20b and 120b, and DeepSeek-V4 on eight GPUs and on one. Six small experts have narrow tiles, and 128
+    rows of each expert high ones."""
     sizes = (("bf16", 32, 5760, 2880), ("bf16", 128, 5760, 2880), ("e4m3", 256, 4096, 4096), ("e4m3", 32, 4096, 2048))
-    asked = [Fp4Spec(4096, n, k, dtype, False, count, "psum", 128, num_sms=132) for dtype, count, n, k in sizes]
+    asked = [
+        Fp4Spec(m, n, k, dtype, False, count, "psum", 128, num_sms=132)
+        for dtype, count, n, k in sizes
+        for m in (4096, 256 * count)
+    ]
     for dtype, count, n, k in (sizes[0], sizes[3], ("e4m3", 6, 4096, 4096)):
         for rows in (1, 9, 17, 25, 60):
             asked.append(Fp4Spec(128, n, k, dtype, False, count, "masked", num_sms=132, expected_m=rows))
