@@ -3,13 +3,13 @@
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_HEADS, HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import B16_BATCHED, B16_SUMMED, FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_HEADS
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
-    "batch": case(HALF_BATCHED, 128, 128),
-    "pair": case(HALF_BATCHED, 128, 256, (2, 1, 1), form="nn"),
-    "direct": case(HALF_BATCHED, 64, 64, form="nn", store="direct"),
+    "batch": case(B16_BATCHED, 128, 128),
+    "pair": case(B16_BATCHED, 128, 256, (2, 1, 1), form="nn"),
+    "direct": case(B16_BATCHED, 64, 64, form="nn", store="direct"),
     "fp8": case(FP8_BATCHED, 128, 128, (1, 1), 2, 2),
     "fp8 pair": case(FP8_BATCHED, 128, 256, (2, 1), 1, 1),
     "fp8 direct": case(FP8_BATCHED, 64, 64, (1, 1), 2, 2, store="direct"),
@@ -17,9 +17,9 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 swapped direct": case(FP8_BATCHED_SWAPPED, 16, 1, 1, 2, store="direct"),
     "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
     "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
-    "sum": case(HALF_SUMMED, 64, 64, (1, 1, 4), adds_c="tma"),
-    "parts": case(HALF_SUMMED, 128, 128, (1, 1, 4), 1, True, adds_c="threads"),
-    "parts of one CTA": case(HALF_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
+    "sum": case(B16_SUMMED, 64, 64, (1, 1, 4), adds_c="tma"),
+    "parts": case(B16_SUMMED, 128, 128, (1, 1, 4), 1, True, adds_c="threads"),
+    "parts of one CTA": case(B16_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
 }
 
 PARTS = ("parts", "parts of one CTA")
@@ -43,7 +43,7 @@ MUTATIONS = [
         "arg.heads->place(x), y,", "x, y,", ("heads",)),
     Mutation("write every product over the first, swapped", "fp8_scaled_swapped.cuh", "matrix = tile.group;",
         "matrix = 0;", FP8_SWAPPED),
-    Mutation("write every product over the first", "half_gemm.cuh", "tma_store_3d(arg.map_d, source, x, y, at.group);",
+    Mutation("write every product over the first", "b16_gemm.cuh", "tma_store_3d(arg.map_d, source, x, y, at.group);",
         "tma_store_3d(arg.map_d, source, x, y, 0);", ("batch", "pair")),
     Mutation("write single elements of every product over the first", "gemm_kernel.cuh",
         "static_cast<i64>(group) * arg.d_stride_g", "0 * arg.d_stride_g", ("direct", "fp8 direct", *FP8_SWAPPED)),
@@ -63,6 +63,6 @@ MUTATIONS = [
         "for (u32 first = 1; first < gridDim.y; first += kTogether)", PARTS),
     Mutation("read this part's sums for each part", "parts_in_order.cuh", "sums + (first + i) * part_bytes",
         "sums + blockIdx.y * part_bytes", PARTS),
-    Mutation("add no C to the sums of all parts", "half_gemm.cuh", "total[i] = __fadd_rn(total[i], before[i]);",
+    Mutation("add no C to the sums of all parts", "b16_gemm.cuh", "total[i] = __fadd_rn(total[i], before[i]);",
         "total[i] = __fadd_rn(total[i], 0.0f);", ("parts",)),
 ]  # fmt: skip

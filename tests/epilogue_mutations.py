@@ -5,13 +5,13 @@ from epilogue_runs import EXPRESSIONS
 from mutation import Mutation
 
 from deep_gemm.kernels.families import (
+    B16_GEMM,
+    B16_GROUPED,
+    B16_SWAPPED,
     FP8_GROUPED,
     FP8_ROWS,
     FP8_SCALED,
     FP8_SWAPPED,
-    HALF_GEMM,
-    HALF_GROUPED,
-    HALF_SWAPPED,
 )
 from deep_gemm.params import KernelParams
 
@@ -20,11 +20,11 @@ _VECTORS, _PLACE = EXPRESSIONS
 KERNELS: dict[str, KernelParams] = {
     "rows": case(FP8_ROWS, 128, 192, epilogue=_ALL),
     "scaled": case(FP8_SCALED, 64, 64, scaling="1d2d", store="direct", epilogue=_ALL),
-    "half": case(HALF_GEMM, 128, 128, epilogue=_ALL), "swapped": case(FP8_SWAPPED, 32, epilogue=_ALL),
-    "half swapped": case(HALF_SWAPPED, 64, epilogue=_ALL), "vectors": case(HALF_GEMM, 128, 128, epilogue=_VECTORS),
+    "half": case(B16_GEMM, 128, 128, epilogue=_ALL), "swapped": case(FP8_SWAPPED, 32, epilogue=_ALL),
+    "half swapped": case(B16_SWAPPED, 64, epilogue=_ALL), "vectors": case(B16_GEMM, 128, 128, epilogue=_VECTORS),
     "vectors, FP8": case(FP8_SCALED, 128, 128, epilogue=_VECTORS),
-    "vectors, swapped": case(HALF_SWAPPED, 64, epilogue=_VECTORS),
-    "groups": case(HALF_GROUPED, 128, 128, grouping="psum", epilogue="bias:f32"),
+    "vectors, swapped": case(B16_SWAPPED, 64, epilogue=_VECTORS),
+    "groups": case(B16_GROUPED, 128, 128, grouping="psum", epilogue="bias:f32"),
     "groups, FP8": case(FP8_GROUPED, 64, 64, grouping="masked", epilogue="bias:f32"),
     "place": case(FP8_ROWS, 128, 192, epilogue=_PLACE), "place, swapped": case(FP8_SWAPPED, 32, epilogue=_PLACE),
 }  # fmt: skip

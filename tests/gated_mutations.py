@@ -3,8 +3,8 @@
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
-from deep_gemm.kernels.hopper.gated import FP8_GATED, HALF_GATED
+from deep_gemm.kernels.families import B16_GEMM, FP8_GROUPED, FP8_SCALED
+from deep_gemm.kernels.hopper.gated import B16_GATED, FP8_GATED
 from deep_gemm.params import KernelParams
 
 _WIDE = 128, 256, (1, 1), 1, 1
@@ -23,15 +23,15 @@ KERNELS: dict[str, KernelParams] = {
     "turns labels": case(FP8_GATED, 64, 64, (1, 1), 2, 2, epilogue="swiglu+interleaved", grouping="contiguous"),
     "eights ends": case(FP8_GATED, *_WIDE, epilogue="rows+swiglu+interleaved:8+fp8", output="e4m3", grouping="psum"),
     "eights counts": case(FP8_GATED, 64, 64, (1, 1), 2, 2, epilogue="swiglu+interleaved:8", grouping="masked"),
-    "half turns": case(HALF_GATED, 128, 256, (2, 1, 1), epilogue="bias:f32+swiglu+interleaved"),
-    "half turns ends": case(HALF_GATED, 64, 128, epilogue="bias:bf16+swiglu+interleaved", grouping="psum"),
-    "half": case(HALF_GATED, 64, 128, epilogue="swiglu"),
-    "half pair": case(HALF_GATED, 128, 256, (2, 1, 1), epilogue="alpha+rows+bias:f32+swiglu", output="f32"),
-    "half cast": case(HALF_GATED, 128, 256, epilogue="bias:f32+swiglu+fp8", output="e4m3"),
-    "half labels": case(HALF_GATED, 128, 128, epilogue="bias:f32+swiglu", grouping="contiguous"),
-    "half counts": case(HALF_GATED, 128, 256, epilogue="rows+swiglu+fp8", output="e4m3", grouping="masked"),
-    "half plain": case(HALF_GEMM, 128, 256, epilogue="bias:f32+silu+fp8", output="e4m3"),
-    "half tall": case(HALF_GEMM, 256, 128, (1, 2, 1), epilogue="fp8", output="e4m3"),
+    "half turns": case(B16_GATED, 128, 256, (2, 1, 1), epilogue="bias:f32+swiglu+interleaved"),
+    "half turns ends": case(B16_GATED, 64, 128, epilogue="bias:bf16+swiglu+interleaved", grouping="psum"),
+    "half": case(B16_GATED, 64, 128, epilogue="swiglu"),
+    "half pair": case(B16_GATED, 128, 256, (2, 1, 1), epilogue="alpha+rows+bias:f32+swiglu", output="f32"),
+    "half cast": case(B16_GATED, 128, 256, epilogue="bias:f32+swiglu+fp8", output="e4m3"),
+    "half labels": case(B16_GATED, 128, 128, epilogue="bias:f32+swiglu", grouping="contiguous"),
+    "half counts": case(B16_GATED, 128, 256, epilogue="rows+swiglu+fp8", output="e4m3", grouping="masked"),
+    "half plain": case(B16_GEMM, 128, 256, epilogue="bias:f32+silu+fp8", output="e4m3"),
+    "half tall": case(B16_GEMM, 256, 128, (1, 2, 1), epilogue="fp8", output="e4m3"),
     "plain": case(FP8_SCALED, *_WIDE, epilogue="rows+bias:f32+gelu+fp8", output="e4m3", scaling="1d2d"),
     "plain labels": case(FP8_GROUPED, 64, 128, (1, 1), 2, 1, epilogue="silu+fp8", output="e4m3", grouping="contiguous"),
     "plain counts": case(FP8_GROUPED, *_WIDE, epilogue="bias:bf16+fp8", output="e4m3", grouping="masked"),
@@ -82,16 +82,16 @@ MUTATIONS = [
              "return at(part + i);", ("turns", "turns counts", *HALF_TURNS)),
     Mutation("take the bias of up for a gate", "finish.cuh", "lane % kRun * kApart, group)", "lane % kRun, group)",
              ("turns", "turns counts", *HALF_TURNS)),
-    Mutation("take gate's sums for up's", "half_gemm.cuh", "gate, gate + kColumns / 2,", "gate, gate,", HALF),
-    Mutation("take the bias of other columns", "half_gemm.cuh", "return column / 2 + i;", "return column + i;",
+    Mutation("take gate's sums for up's", "b16_gemm.cuh", "gate, gate + kColumns / 2,", "gate, gate,", HALF),
+    Mutation("take the bias of other columns", "b16_gemm.cuh", "return column / 2 + i;", "return column + i;",
              ("half pair", "half cast", "half labels")),
     Mutation("store 16-bit tiles where those of the product are", "gemm_kernel.cuh", "return tile.column / B::kHalves;",
              "return tile.column;", HALF),
-    Mutation("store a 16-bit tile's scales where those of the first tile are", "half_gemm.cuh",
+    Mutation("store a 16-bit tile's scales where those of the first tile are", "b16_gemm.cuh",
              "(column / Layout::B::kHalves + first) / 128", "first / 128", ("half cast", "half counts", "half tall")),
-    Mutation("store a 16-bit tile's scales where those of its first columns are", "half_gemm.cuh",
+    Mutation("store a 16-bit tile's scales where those of its first columns are", "b16_gemm.cuh",
              "(column / Layout::B::kHalves + first) / 128", "column / Layout::B::kHalves / 128", ("half plain",)),
-    Mutation("store the scales of a consumer's last rows in its first", "half_gemm.cuh",
+    Mutation("store the scales of a consumer's last rows in its first", "b16_gemm.cuh",
              "row + part / Store::kBoxes * 64 + warp * 16", "row + warp * 16", ("half tall",)),
     Mutation("store the bytes of one row in the one eight below", "part_store.cuh",
              "store_half(place + (row + 8) * kRowBytes, words[i] >> 16);",

@@ -4,14 +4,14 @@ wait for something that never comes."""
 from chosen import case
 from mutation import Mutation
 
-from deep_gemm.kernels.families import FP8_GROUPED, FP8_K_GROUPED, HALF_GROUPED, HALF_K_GROUPED
+from deep_gemm.kernels.families import B16_GROUPED, B16_K_GROUPED, FP8_GROUPED, FP8_K_GROUPED
 from deep_gemm.params import KernelParams
 
 KERNELS: dict[str, KernelParams] = {
     "labels": case(FP8_GROUPED, 128, 128, (1, 1), 2, 1, grouping="contiguous"),
-    "ends": case(HALF_GROUPED, 128, 128, grouping="psum"),
+    "ends": case(B16_GROUPED, 128, 128, grouping="psum"),
     "counts": case(FP8_GROUPED, 64, 64, grouping="masked"),
-    "depths": case(HALF_K_GROUPED, 128, 128, output="f32", adds_c="tma"),
+    "depths": case(B16_K_GROUPED, 128, 128, output="f32", adds_c="tma"),
     "maps": case(FP8_K_GROUPED, 128, 128, (1, 1), 2, 1, adds_c="tma"),
     "mixed": case(FP8_K_GROUPED, 128, 256, (1, 1), 1, 1, scaling="1d2d", adds_c="tma"),
 }
@@ -41,9 +41,9 @@ MUTATIONS = [
     Mutation("scale by the first group's scales of A", "tile_scales.cuh", "block += tile.group * order.blocks;", "",
              ("counts",)),
     Mutation("leave padding as it was", "groups.cuh", "store_16(line + x, Bytes16{});", ";", ("labels",)),
-    Mutation("multiply rows of the next group too", "half_mainloop.cuh",
+    Mutation("multiply rows of the next group too", "b16_mainloop.cuh",
              "if (before_last-- == 0 && last_rows < 64) clear();", "before_last--;", ("depths",)),
-    Mutation("clear one row less", "half_mainloop.cuh", "u32 place = last_rows * 128 +",
+    Mutation("clear one row less", "b16_mainloop.cuh", "u32 place = last_rows * 128 +",
              "u32 place = last_rows * 128 + 128 +", ("depths",)),
     Mutation("begin each group's scales at the first block", "tile_scales.cuh",
              "tile.first_k + step : +Kernel::kNowhere", "step : +Kernel::kNowhere", ("maps", "mixed")),
@@ -55,7 +55,7 @@ MUTATIONS = [
              ": tile.column / 128 + scale;", ": scale;", ("mixed",)),
     Mutation("scale the right half of a tile as its left", "fp8_scaled.cuh",
              ": tile.column / 128 + scale;", ": tile.column / 128;", ("mixed",)),
-    Mutation("write every group's matrix over the first", "half_gemm.cuh",
+    Mutation("write every group's matrix over the first", "b16_gemm.cuh",
              "tma_add_3d(arg.map_d, source, x, y, at.group);", "tma_add_3d(arg.map_d, source, x, y, 0);", ("depths",)),
 ]
 # fmt: on

@@ -5,7 +5,7 @@ from pathlib import Path
 from chosen import case, find_config, make_params
 from headers import edited_headers
 
-from deep_gemm.kernels.families import FP8_SCALED, HALF_GEMM, HALF_SWAP_AB
+from deep_gemm.kernels.families import B16_GEMM, B16_SWAP_AB, FP8_SCALED
 from deep_gemm.params import KernelParams
 
 SHAPE = (1544, 1096, 4096, 8)
@@ -23,11 +23,11 @@ KERNELS: dict[str, KernelParams] = {
     "fp8 1x2, wide": make_params(find_config(block_m=128, block_n=128, cluster_n=2)),
     "fp8 2x1": make_params(find_config(block_m=128, block_n=192, cluster_m=2)),
     "scaled 1x2": case(FP8_SCALED, 128, 128, (1, 2)), "scaled 2x1": case(FP8_SCALED, 128, 192, (2, 1)),
-    "half 2x1": case(HALF_GEMM, 128, 128, (2, 1, 1)), "half 1x2": case(HALF_GEMM, 256, 128, (1, 2, 1)),
-    "turned 1x2": case(HALF_SWAP_AB, 144, 128, (1, 2, 1)), "turned 2x1": case(HALF_SWAP_AB, 136, 256, (2, 1, 1)),
-    "turned 2x2": case(HALF_SWAP_AB, 96, 128, (2, 2, 1)), "turned 4x1": case(HALF_SWAP_AB, 96, 64, (4, 1, 1)),
-    "turned 1x4": case(HALF_SWAP_AB, 96, 64, (1, 4, 1)),
-    "turned 2x2, MN-major": case(HALF_SWAP_AB, 128, 128, (2, 2, 1), form="tn"),
+    "b16 2x1": case(B16_GEMM, 128, 128, (2, 1, 1)), "b16 1x2": case(B16_GEMM, 256, 128, (1, 2, 1)),
+    "swap-AB 1x2": case(B16_SWAP_AB, 144, 128, (1, 2, 1)), "swap-AB 2x1": case(B16_SWAP_AB, 136, 256, (2, 1, 1)),
+    "swap-AB 2x2": case(B16_SWAP_AB, 96, 128, (2, 2, 1)), "swap-AB 4x1": case(B16_SWAP_AB, 96, 64, (4, 1, 1)),
+    "swap-AB 1x4": case(B16_SWAP_AB, 96, 64, (1, 4, 1)),
+    "swap-AB 2x2, MN-major": case(B16_SWAP_AB, 128, 128, (2, 2, 1), form="tn"),
 }  # fmt: skip
 
 

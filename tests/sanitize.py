@@ -23,6 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import b16_mutations
 import batched_cases
 import batched_mutations
 import epilogue_mutations
@@ -31,7 +32,6 @@ import fp4_runs
 import gated_mutations
 import gated_runs
 import grouped_mutations
-import half_mutations
 import head_cases
 import logit_runs
 import rows_runs
@@ -47,18 +47,18 @@ from deep_gemm import quantize
 from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
-from deep_gemm.kernels.families import FP8_SCALED, FP8_SCALED_SWAPPED, HALF_GEMM, HALF_SWAP_AB
+from deep_gemm.kernels.families import B16_GEMM, B16_SWAP_AB, FP8_SCALED, FP8_SCALED_SWAPPED
 from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.spec import ceil_div
 from deep_gemm.testing import calc_diff, random_operands
 
 OTHERS: list[KernelParams] = [
-    *half_mutations.KERNELS.values(), case(HALF_GEMM, 128, 256, (2, 1, 1), form="nn"),
-    case(HALF_GEMM, 256, 128, (1, 2, 1), form="tn", output="f32", adds_c="tma"),
-    case(HALF_SWAP_AB, 112, 128, (2, 2, 1)), case(HALF_SWAP_AB, 96, 64, (1, 4, 1), form="nn"),
-    case(HALF_SWAP_AB, 152, 192, (2, 1, 1)), case(HALF_SWAP_AB, 80, 64, (4, 1, 1)),
-    case(HALF_SWAP_AB, 144, 128, (1, 2, 1), form="nn"), *scaled_mutations.KERNELS.values(),
+    *b16_mutations.KERNELS.values(), case(B16_GEMM, 128, 256, (2, 1, 1), form="nn"),
+    case(B16_GEMM, 256, 128, (1, 2, 1), form="tn", output="f32", adds_c="tma"),
+    case(B16_SWAP_AB, 112, 128, (2, 2, 1)), case(B16_SWAP_AB, 96, 64, (1, 4, 1), form="nn"),
+    case(B16_SWAP_AB, 152, 192, (2, 1, 1)), case(B16_SWAP_AB, 80, 64, (4, 1, 1)),
+    case(B16_SWAP_AB, 144, 128, (1, 2, 1), form="nn"), *scaled_mutations.KERNELS.values(),
     case(FP8_SCALED, 128, 160, (2, 1)), case(FP8_SCALED, 128, 128, (1, 2), scaling="1d2d"),
     case(FP8_SCALED_SWAPPED, 24, 2, 2, store="direct"),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from .. import ops
 from ..ops.batched import BHD
 from ..ops.cublaslt import widened
 from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
-from .operations import HALF_GEMMS
+from .operations import B16_GEMMS
 from .registry import Call, kernel
 
 Pair = tuple[Tensor, Tensor]
@@ -91,5 +91,5 @@ def each_head_widened(a: Pair, b: Pair, d: Tensor) -> Call:
 
 for _einsum in EINSUMS:
     kernel("cublaslt", _einsum.name, prepares=True)(functools.partial(each_head, _einsum))
-for _op in HALF_GEMMS:
+for _op in B16_GEMMS:
     kernel("cublaslt", _op, prepares=True)(functools.partial(half, _op[-2:]))

@@ -16,7 +16,7 @@ from ..errors import DeepGemmError, UnsupportedError
 from .attention_operations import MqaLogitsOperation, PagedMqaLogitsOperation, PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM
 from .grouped_operations import K_GROUPED, M_GROUPED
-from .operations import HALF_GEMMS, RECIPES
+from .operations import B16_GEMMS, RECIPES
 from .registry import Call, kernel
 
 NAME = "deep_gemm"
@@ -68,7 +68,7 @@ def adding(op: str, a: Any, b: Any, d: Any, *sizes: Any) -> Call:
 
 
 OLDER = {f"m_grouped_{kind}_gemm_nt_masked": f"{kind}_m_grouped_gemm_nt_masked" for kind in ("fp8", "bf16")}
-for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
+for _op in (ops.DEFAULT, *B16_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("deepgemm", _op, prepares=True)(functools.partial(prepare, _op))
 for _k_grouped in K_GROUPED:
     kernel("deepgemm", _k_grouped.name, prepares=True)(functools.partial(adding, _k_grouped.name))

@@ -23,7 +23,7 @@ from .registry import Dims, Operation, Rate, operation
 
 __all__ = ["Dims", "Operation", "normal"]
 
-HALF_GEMMS = tuple(f"{op[:-2]}{form}" for op in (table.BF16, table.FP16) for form in ops.PRODUCTS[op].forms)
+B16_GEMMS = tuple(f"{op[:-2]}{form}" for op in (table.BF16, table.FP16) for form in ops.PRODUCTS[op].forms)
 RECIPES = {ops.WGRAD: (1, 1, 128), ops.ROWWISE: None}
 """What `fp8_gemm_nt` is called with for scales of other kinds."""
 
@@ -79,8 +79,8 @@ class GemmOperation(ProductOperation):
     host_examples = ((64, 256, 512), (128, 512, 1024))
 
     def __init__(self, name: str) -> None:
-        self.name, self.form = name, name[-2:] if name in HALF_GEMMS else "nt"
-        product = ops.PRODUCTS[f"{name[:-2]}nt" if name in HALF_GEMMS else name]
+        self.name, self.form = name, name[-2:] if name in B16_GEMMS else "nt"
+        product = ops.PRODUCTS[f"{name[:-2]}nt" if name in B16_GEMMS else name]
         self.dtype, self.out, self.scaling = (
             table.TORCH[product.dtype],
             table.TORCH[product.outputs[0]],
@@ -145,5 +145,5 @@ def k_refused(k: int) -> str:
     return "" if k % 16 == 0 else f"K must be a multiple of 16, but it is {k}"
 
 
-for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *HALF_GEMMS):
+for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *B16_GEMMS):
     operation(GemmOperation(_name))

@@ -14,7 +14,7 @@ from .attention_operations import MqaLogitsOperation, PagedMqaLogitsOperation, P
 from .batched_operations import EINSUMS, FP8_EINSUM
 from .fp4_operations import FP4_PRODUCTS, Fp4Product, whole
 from .grouped_operations import K_GROUPED, M_GROUPED
-from .operations import HALF_GEMMS, RECIPES
+from .operations import B16_GEMMS, RECIPES
 from .registry import Call, kernel
 from .row_operations import FORMULAS
 
@@ -34,7 +34,7 @@ def adding(op: str, a: Any, b: Any, d: Tensor, *sizes: Any) -> Call:
     return functools.partial(getattr(deep_gemm, op), a, b, d.zero_(), *sizes, d)
 
 
-for _op in (ops.DEFAULT, *HALF_GEMMS, *(grouped.name for grouped in M_GROUPED)):
+for _op in (ops.DEFAULT, *B16_GEMMS, *(grouped.name for grouped in M_GROUPED)):
     kernel("cuda", _op, prepares=True)(functools.partial(prepare, _op))
 for _op, _recipe in RECIPES.items():
     kernel("cuda", _op, prepares=True)(functools.partial(scaled, _recipe))

@@ -19,10 +19,10 @@ from ..ops.paged_logits import PagedMqaLogits
 from ..ops.prenorm import HcPrenormGemm
 from ..ops.reference import (
     Finish,
+    b16_gemm_reference,
     batched_reference,
     fp8_gemm_reference,
     group_rows,
-    half_gemm_reference,
     k_grouped_reference,
     m_grouped_reference,
 )
@@ -31,7 +31,7 @@ from .attention_operations import PrenormOperation
 from .batched_operations import EINSUMS, FP8_EINSUM, EinsumOperation
 from .fp4_operations import FP4_PRODUCTS, Fp4Product
 from .grouped_operations import ALIGNMENT, K_GROUPED, M_GROUPED, MGroupedOperation
-from .operations import HALF_GEMMS, GemmOperation, unpaired
+from .operations import B16_GEMMS, GemmOperation, unpaired
 from .registry import Call, get_operation, kernel
 from .row_operations import FORMULAS
 
@@ -40,10 +40,10 @@ def dense(op: GemmOperation, a: Any, b: Any, d: Tensor, c: Tensor | None = None)
     if op.rate == "fp8":
         fp8_gemm_reference(a[0], a[1], b[0], b[1], d, c, op.scaling)
     else:
-        half_gemm_reference(*op.as_nt(a, b), d, c)
+        b16_gemm_reference(*op.as_nt(a, b), d, c)
 
 
-for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *HALF_GEMMS):
+for _name in (ops.DEFAULT, ops.WGRAD, ops.ROWWISE, *B16_GEMMS):
     _op: Any = get_operation(_name)
     kernel("torch", _name)(functools.partial(dense, _op))
 
@@ -133,7 +133,7 @@ for _function, (_, _formula) in FORMULAS.items():
 
 @kernel("torch", "bf16_linear_gelu")
 def reference_linear_gelu(a: Tensor, b: Tensor, bias: Tensor, d: Tensor) -> None:
-    half_gemm_reference(a, b, d, finish=Finish("gelu", bias=bias))
+    b16_gemm_reference(a, b, d, finish=Finish("gelu", bias=bias))
 
 
 @kernel("torch:compile", "bf16_linear_gelu", prepares=True, easier=True)

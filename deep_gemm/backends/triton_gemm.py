@@ -142,7 +142,7 @@ def _descriptor(name: str, x: Tensor) -> Any:
 
 @kernel("triton", "bf16_gemm_nt")
 @kernel("triton", "fp16_gemm_nt")
-def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
+def b16_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> None:
     (m, k), n = a.shape, b.shape[0]
     half[_grid](_descriptor("a", a), _descriptor("b", b), d, d.stride(0), m, n, k)
 

@@ -9,11 +9,11 @@ from ..spec import GemmSpec
 from .gemm import SAME, GemmFamily
 from .groups import ALONG_M
 from .hopper import serving
+from .hopper.b16_gemm import B16Gemm
 from .hopper.fp8_gemm import Fp8Gemm
 from .hopper.fp8_scaled import Fp8Scaled, enough_registers, mma_n, more_registers
-from .hopper.gated import FP8_GATED, HALF_GATED
-from .hopper.half_gemm import HalfGemm
-from .hopper.swapped import Fp8ScaledSwapped, Fp8Swapped, HalfSwapped
+from .hopper.gated import B16_GATED, FP8_GATED
+from .hopper.swapped import B16Swapped, Fp8ScaledSwapped, Fp8Swapped
 from .portable import PORTABLE
 
 ALL_FORMS = ("nt", "nn", "tn", "tt")
@@ -37,8 +37,8 @@ def _rows_have_own_kernel(spec: GemmSpec) -> str | None:
 
 
 def _mn_major_b_has_whole_blocks(spec: GemmSpec) -> str | None:
-    if spec.b.major != "k" and spec.k % HalfGemm.block_k:
-        return f"K of an MN-major B must be a multiple of {HalfGemm.block_k}, not {spec.k}"
+    if spec.b.major != "k" and spec.k % B16Gemm.block_k:
+        return f"K of an MN-major B must be a multiple of {B16Gemm.block_k}, not {spec.k}"
     return None
 
 
@@ -115,7 +115,7 @@ FP8_SCALED = GemmFamily(
     scalings=("1d1d", "1d2d", "rowwise"),
     outputs=("f32", "bf16", "f16", "e4m3"),
     limit=_rows_have_own_kernel,
-    label="any ",
+    label="scaled ",
     serving_options=_any_scaling,
     varied=(
         ((128, 160), {"adds_c": "tma"}),
@@ -151,7 +151,7 @@ FP8_SCALED_SWAPPED = GemmFamily(
     scalings=("rowwise", "1d2d"),  # with 1D1D a token's scale and a weight's would both change with each block of K
     outputs=("bf16", "f32", "f16"),
     limit=_plain_has_own_kernels,
-    label="any swapped ",
+    label="scaled swapped ",
     tile_prefix="swapped_",
     varied=(
         ((64,), {"scaling": "1d2d", "output": "f32"}),
@@ -177,7 +177,7 @@ FP8_BATCHED = GemmFamily(
     outputs=("bf16",),
     groupings=("batched",),
     accumulates=("none",),
-    label="any ",
+    label="scaled ",
     varied=(
         ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
         ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
@@ -194,7 +194,7 @@ FP8_BATCHED_SWAPPED = GemmFamily(
     outputs=("bf16",),
     groupings=("batched",),
     accumulates=("none",),
-    label="any swapped ",
+    label="scaled swapped ",
     tile_prefix="swapped_",
     varied=(
         ((64,), {"store": "direct"}),
@@ -212,7 +212,7 @@ FP8_HEADS = GemmFamily(
     outputs=("bf16",),
     groupings=("heads",),
     accumulates=("none",),
-    label="any ",
+    label="scaled ",
     varied=(
         ((64, 64, (1, 1), 2, 2), {"store": "direct"}),
         ((128, 256, (1, 1), 1, 1), {"store": "direct"}),
@@ -228,7 +228,7 @@ FP8_GROUPED = GemmFamily(
     outputs=("bf16", "e4m3"),
     groupings=ALONG_M,
     accumulates=("none",),
-    label="any ",
+    label="scaled ",
     varied=(
         ((128, 128, (1, 1), 2, 1), {"grouping": "psum"}),
         ((128, 256, (1, 1), 1), {"grouping": "masked"}),
@@ -245,7 +245,7 @@ FP8_K_GROUPED = GemmFamily(
     scalings=("1d1d", "1d2d"),
     outputs=("f32", "bf16", "f16"),
     groupings=("k",),
-    label="any ",
+    label="scaled ",
     serving_options=lambda config: {"adds_c": "tma", "scaling": "1d2d" if config.block_n == 256 else "1d1d"},
     varied=(
         ((128, 128, (1, 1), 2, 1), {"scaling": "1d2d", "output": "bf16"}),
@@ -255,10 +255,10 @@ FP8_K_GROUPED = GemmFamily(
     ),
 )
 
-HALF_GEMM = GemmFamily(
-    name="sm90_half_gemm",
-    template=HalfGemm(),
-    serving=serving.HALF_GEMM,
+B16_GEMM = GemmFamily(
+    name="sm90_b16_gemm",
+    template=B16Gemm(),
+    serving=serving.B16_GEMM,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
     outputs=(SAME, "f32", "e4m3"),
@@ -286,17 +286,17 @@ HALF_GEMM = GemmFamily(
     ),
 )
 
-HALF_SWAP_AB = GemmFamily(
-    name="sm90_half_turned",
-    template=HalfGemm(swap_ab=True),
-    serving=serving.HALF_SWAP_AB,
+B16_SWAP_AB = GemmFamily(
+    name="sm90_b16_swap_ab",
+    template=B16Gemm(swap_ab=True),
+    serving=serving.B16_SWAP_AB,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
     outputs=(SAME,),
     accumulates=("none",),
     aligned_d=True,
-    label="turned ",
-    tile_prefix="turned_",
+    label="swap-AB ",
+    tile_prefix="swap_ab_",
     varied=(
         ((128, 128), {"form": "tn"}),
         ((200, 128), {"form": "nn"}),
@@ -311,10 +311,10 @@ HALF_SWAP_AB = GemmFamily(
     ),
 )
 
-HALF_SWAPPED = GemmFamily(
-    name="sm90_half_swapped",
-    template=HalfSwapped(),
-    serving=serving.HALF_SWAPPED,
+B16_SWAPPED = GemmFamily(
+    name="sm90_b16_swapped",
+    template=B16Swapped(),
+    serving=serving.B16_SWAPPED,
     dtypes=("bf16", "f16"),
     forms=("nt", "nn"),  # few rows of A are loaded at a time
     outputs=(SAME, "f32"),
@@ -334,10 +334,10 @@ HALF_SWAPPED = GemmFamily(
     ),
 )
 
-HALF_GROUPED = GemmFamily(
-    name="sm90_half_grouped",
-    template=HalfGemm(groups="m"),
-    serving=serving.HALF_GROUPED,
+B16_GROUPED = GemmFamily(
+    name="sm90_b16_grouped",
+    template=B16Gemm(groups="m"),
+    serving=serving.B16_GROUPED,
     dtypes=("bf16", "f16"),
     forms=("nt", "nn"),
     outputs=(SAME, "e4m3"),
@@ -352,10 +352,10 @@ HALF_GROUPED = GemmFamily(
     ),
 )
 
-HALF_K_GROUPED = GemmFamily(
-    name="sm90_half_k_grouped",
-    template=HalfGemm(groups="k"),
-    serving=serving.HALF_K_GROUPED,
+B16_K_GROUPED = GemmFamily(
+    name="sm90_b16_k_grouped",
+    template=B16Gemm(groups="k"),
+    serving=serving.B16_K_GROUPED,
     dtypes=("bf16", "f16"),
     forms=("tn",),
     outputs=(SAME, "f32"),
@@ -368,10 +368,10 @@ HALF_K_GROUPED = GemmFamily(
     ),
 )
 
-HALF_BATCHED = GemmFamily(
-    name="sm90_half_batched",
-    template=HalfGemm(groups="batch"),
-    serving=serving.HALF_BATCHED,
+B16_BATCHED = GemmFamily(
+    name="sm90_b16_batched",
+    template=B16Gemm(groups="batch"),
+    serving=serving.B16_BATCHED,
     dtypes=("bf16", "f16"),
     forms=ALL_FORMS,
     outputs=(SAME, "f32"),
@@ -386,10 +386,10 @@ HALF_BATCHED = GemmFamily(
     ),
 )
 
-HALF_SUMMED = GemmFamily(
-    name="sm90_half_summed",
-    template=HalfGemm(groups="sum"),
-    serving=serving.HALF_SUMMED,
+B16_SUMMED = GemmFamily(
+    name="sm90_b16_summed",
+    template=B16Gemm(groups="sum"),
+    serving=serving.B16_SUMMED,
     dtypes=("bf16",),
     outputs=("f32", "bf16"),
     groupings=("summed",),
@@ -401,6 +401,6 @@ GEMMS: tuple[GemmFamily, ...] = (
     *(FP8_BATCHED, FP8_BATCHED_SWAPPED, FP8_GATED, FP8_GEMM, FP8_GROUPED, FP8_HEADS),
     *(FP8_K_GROUPED, FP8_ROWS),
     *(FP8_SCALED, FP8_SCALED_SWAPPED, FP8_SWAPPED),
-    *(HALF_BATCHED, HALF_GATED, HALF_GEMM, HALF_GROUPED, HALF_K_GROUPED, HALF_SUMMED, HALF_SWAPPED, HALF_SWAP_AB),
+    *(B16_BATCHED, B16_GATED, B16_GEMM, B16_GROUPED, B16_K_GROUPED, B16_SUMMED, B16_SWAPPED, B16_SWAP_AB),
     *PORTABLE,
 )

@@ -189,7 +189,7 @@ def kernel_name(params: KernelParams, template: Template, prefix: str, tile_pref
         f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
         k if c.k_splits > 1 else "",
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
-        "" if c.persistent else "once",
+        "" if c.persistent else "nonpersistent",
         "b1" if c.buffers == 1 else "",
         "parts" if c.parts else "",
         template.name_of_options(c),

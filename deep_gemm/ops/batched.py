@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import batched_reference, half_gemm_reference
+from deep_gemm.ops.reference import b16_gemm_reference, batched_reference
 from deep_gemm.runtime.calls import byte_range, make_entry
 
 from ..errors import InvalidInputError, UnsupportedError
@@ -170,7 +170,7 @@ class Summed(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """The product of all of K in one matrix."""
         a, b = (x.tensors[name].transpose(0, 1).flatten(1) for name in ("a", "b"))
-        half_gemm_reference(a, b, x.tensors["d"], x.tensors.get("c"))
+        b16_gemm_reference(a, b, x.tensors["d"], x.tensors.get("c"))
 
     def shape(self, x: GemmOperands) -> str:
         """The sizes of a call, for reports."""

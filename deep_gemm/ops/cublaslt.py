@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import batched_reference, dequantised, half_gemm_reference, plain_arithmetic
+from deep_gemm.ops.reference import b16_gemm_reference, batched_reference, dequantised, plain_arithmetic
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import KernelOperation, Parameter
 
@@ -64,7 +64,7 @@ def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
         refuse_unwritten({"d": d}, (a, b, c))
         return
     if device.type == "cpu":
-        half_gemm_reference(a, b, d, c)
+        b16_gemm_reference(a, b, d, c)
         return
     try:
         with plain_arithmetic(device):

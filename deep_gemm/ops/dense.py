@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deep_gemm.ops.reference import BLOCKS, fp8_gemm_reference, half_gemm_reference
+from deep_gemm.ops.reference import BLOCKS, b16_gemm_reference, fp8_gemm_reference
 from deep_gemm.runtime.calls import make_entry
 
 from ..errors import InvalidInputError
@@ -185,11 +185,11 @@ class Dense(Gemm):
         return "" if all(is_k_major(x.tensors[name]) for name in "ab") else "values whose K is not contiguous"
 
     def reference(self, x: GemmOperands) -> None:
-        """See `fp8_gemm_reference` and `half_gemm_reference`."""
+        """See `fp8_gemm_reference` and `b16_gemm_reference`."""
         if self.is_scaled:
             fp8_gemm_reference(**x.plain, scaling=x.scaling, finish=x.finish)
         else:
-            half_gemm_reference(**x.plain, finish=x.finish)
+            b16_gemm_reference(**x.plain, finish=x.finish)
 
 
 def _is_flipped(name: str, form: str) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.cast_reference import dequantise
-from deep_gemm.ops.reference import group_rows, half_gemm_reference, plain_arithmetic
+from deep_gemm.ops.reference import b16_gemm_reference, group_rows, plain_arithmetic
 from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from .. import options
@@ -212,13 +212,13 @@ class Fp4Gemm(KernelOperation):
                 values = a.flatten(0, -2)
             rows = layouts.flat(d)
             if x.grouping == "none":
-                half_gemm_reference(values, fp4_weights.restored(b, factors, x.n, x.k), rows)
+                b16_gemm_reference(values, fp4_weights.restored(b, factors, x.n, x.k), rows)
                 return
             for group, where in group_rows(x.tensors["layout"], x.grouping, x.m, x.size):  # type: ignore[arg-type]
                 if group < 0:
                     rows[where] = 0
                 elif where.stop > where.start:
-                    half_gemm_reference(
+                    b16_gemm_reference(
                         values[where], fp4_weights.restored(b[group], factors[group], x.n, x.k), rows[where]
                     )
 

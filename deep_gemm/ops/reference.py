@@ -195,7 +195,7 @@ def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: 
     return dequantise(x[rows], sf[rows], (1, SCALE_BLOCK), dtype)
 
 
-def half_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, finish: Finish | None = None) -> None:
+def b16_gemm_reference(a: Tensor, b: Tensor, d: Tensor, c: Tensor | None = None, finish: Finish | None = None) -> None:
     """Write ``(c +) a @ b^T``, or its `Finish`, into ``d``, rounded once to d's dtype. a (M, K) and b (N, K) have any
     floating-point dtype and any strides; c (M, N) may be d. Sums are float64, in which products of two 16-bit elements
     are exact. Modes of the process (TF32, bfloat16 instead of float32) do not change them."""
@@ -219,7 +219,7 @@ def batched_reference(a: Tensor, b: Tensor, d: Tensor, sfa: Tensor | None = None
     their scales."""
     for index, out in enumerate(d):
         if sfa is None or sfb is None:
-            half_gemm_reference(a[index], b[index], out)
+            b16_gemm_reference(a[index], b[index], out)
         else:
             fp8_gemm_reference(a[index], sfa[index], b[index], sfb[index], out)
 
@@ -308,7 +308,7 @@ def m_grouped_reference(
                 continue
             own = finish and finish.of_group(group, where, d)
             if sfa is None or sfb is None:
-                half_gemm_reference(flat_a[where], b[group], flat_d[where], finish=own)
+                b16_gemm_reference(flat_a[where], b[group], flat_d[where], finish=own)
             else:
                 scales = sfa.flatten(0, -2)[where], sfb[group]
                 fp8_gemm_reference(flat_a[where], scales[0], b[group], scales[1], flat_d[where], finish=own)
@@ -356,7 +356,7 @@ def k_grouped_reference(
             added = None if c is None else c[group]
             if sfa is None or sfb is None:
                 rows = slice(start, start + size)
-                half_gemm_reference(a[rows].t(), b[rows].t(), d[group], added)
+                b16_gemm_reference(a[rows].t(), b[rows].t(), d[group], added)
             else:
                 blocks = slice(first, first + -(-size // SCALE_BLOCK))
                 ours = (

@@ -3,7 +3,7 @@
 // Layout describes a kernel's tile and its shared memory: kGrouping (see groups.cuh), kBlockM, kBlockN, kBlockK, kStages, kConsumers, kClusterM/N/K,
 // kConsumersK, Tile (constants of the template), A and B (OperandTile), kOffsetA, kOffsetB, kOffsetSlots, kOffsetBarriers, and the
 // types Scheduler, Order, Barriers, Exchange and Scales (the loader of scale factors, or NoScales). Arguments are the kernel's
-// parameters (see kernels/half.py).
+// parameters (see GemmFamily.constants).
 #pragma once
 #include "barrier.cuh"
 #include "groups.cuh"
@@ -149,7 +149,7 @@ struct GemmKernel {
       return 0;
     }
   }
-  // How many blocks of K the CTA multiplies for a tile. With groups along K it is at least one, see half_mainloop.cuh.
+  // How many blocks of K the CTA multiplies for a tile. With groups along K it is at least one, see b16_mainloop.cuh.
   DG_DEVICE u32 steps(const Scheduler& tile, const Order& order) const {
     if constexpr (Layout::kMapsOfGroups) {
       return max_of(1u, tile.depth);  // in blocks of K

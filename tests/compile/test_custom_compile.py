@@ -19,7 +19,7 @@ from deep_gemm.custom.parameters import ELEMENTS, NUMBERS
 from deep_gemm.errors import CompileError
 from deep_gemm.expression import Expression
 from deep_gemm.jit import Builder, sass
-from deep_gemm.kernels.families import GEMMS, HALF_GEMM
+from deep_gemm.kernels.families import B16_GEMM, GEMMS
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.kernels.hopper.ffma_bursts import code_sections
 from deep_gemm.parts import Parts
@@ -150,7 +150,7 @@ def test_a_sure_mistake_is_an_error_on_its_line(way: str, kind: str, tmp_path: P
 def test_a_mistake_in_an_expression_is_shown_with_its_line(kind: str, tmp_path: Path) -> None:
     """The name tells whose it is, and the log has the line."""
     text = str(Parts(expression=Expression("own", "const float y = x + scale;\nreturn y > nothing ? y : 0.0f;")))
-    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    request = engine.build_request(B16_GEMM.case(B16_GEMM.configs(SM90)[0], epilogue=text))
     with pytest.raises(CompileError, match="_own_tma") as caught:
         Builder(tmp_path, open_compiler(kind)).build(request)
     assert caught.value.source_path is not None
@@ -173,7 +173,7 @@ def test_a_mistake_in_an_expression_is_shown_with_its_line(kind: str, tmp_path: 
 def test_an_expression_without_a_value_does_not_compile(body: str, says: str, kind: str, tmp_path: Path) -> None:
     """It would compile to whatever the optimiser likes: negative values were kept."""
     text = str(Parts(expression=Expression("own", body)))
-    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    request = engine.build_request(B16_GEMM.case(B16_GEMM.configs(SM90)[0], epilogue=text))
     with pytest.raises(CompileError) as caught:
         Builder(tmp_path, open_compiler(kind)).build(request)
     place = 1 + request.source[: request.source.index(body)].count("\n")

@@ -38,7 +38,7 @@ from deep_gemm.kernels.hopper.template import slices, turns
 from deep_gemm.log import log
 from deep_gemm.params import KernelParams
 
-# 16-bit GEMMs are in test_half_compile.py.
+# 16-bit GEMMs are in test_b16_compile.py.
 CASES = [
     params for family in kernels.registry().values() if family.mma_instruction != "HGMMA" for params in family.cases()
 ]

@@ -7,12 +7,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import b16_mutations
 import batched_mutations
 import epilogue_mutations
 import fp4_mutations
 import gated_mutations
 import grouped_mutations
-import half_mutations
 import logits_mutations
 import mutations
 import pytest
@@ -30,7 +30,7 @@ from deep_gemm.runtime import engine
 pytestmark = pytest.mark.long
 
 MODULES: tuple[Any, ...] = (
-    mutations, scaled_mutations, grouped_mutations, half_mutations, logits_mutations, batched_mutations, rows_mutations,
+    mutations, scaled_mutations, grouped_mutations, b16_mutations, logits_mutations, batched_mutations, rows_mutations,
     epilogue_mutations, gated_mutations, fp4_mutations,
 )  # fmt: skip
 EACH = [(module, mutation) for module in MODULES for mutation in module.MUTATIONS]

@@ -16,13 +16,13 @@ from gpu_cases import DEVICE, batch_invariant
 
 import deep_gemm
 from deep_gemm.jit import Builder
-from deep_gemm.kernels.families import HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import B16_BATCHED, B16_SUMMED
 from deep_gemm.testing import guarded
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
 PLAIN, BHR, BHD, SUM = FORMS
-CASES = [*HALF_BATCHED.cases(), *HALF_SUMMED.cases()]
+CASES = [*B16_BATCHED.cases(), *B16_SUMMED.cases()]
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

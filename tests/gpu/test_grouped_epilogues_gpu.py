@@ -20,8 +20,8 @@ import deep_gemm
 from deep_gemm import Epilogue, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.jit import Binary, Builder
-from deep_gemm.kernels.families import FP8_GROUPED, HALF_GEMM, HALF_GROUPED
-from deep_gemm.kernels.hopper.gated import FP8_GATED, HALF_GATED
+from deep_gemm.kernels.families import B16_GEMM, B16_GROUPED, FP8_GROUPED
+from deep_gemm.kernels.hopper.gated import B16_GATED, FP8_GATED
 from deep_gemm.ops.reference import Finish
 from deep_gemm.params import KernelParams
 from deep_gemm.spec import SCALE_BLOCK, align
@@ -44,8 +44,8 @@ CASES = (
         and (output != "e4m3" or config.block_n == 2 * SCALE_BLOCK)
     ]
     + [
-        HALF_GATED.case(config, grouping=form, output=output, epilogue=text)
-        for config in HALF_GATED.configs(SM90)
+        B16_GATED.case(config, grouping=form, output=output, epilogue=text)
+        for config in B16_GATED.configs(SM90)
         for form in ("none", *FORMS)
         for output, text in (("bf16", "bias:f32+swiglu"), ("e4m3", "rows+bias:f32+swiglu+clamp:2.0+fp8"))
         if (form == "none" or config.cluster_size * config.ctas_per_sm == 1)
@@ -54,7 +54,7 @@ CASES = (
     ]
     + [
         family.case(config, grouping=form, output="e4m3", epilogue=text)
-        for family, forms in ((HALF_GEMM, ("none",)), (HALF_GROUPED, FORMS))
+        for family, forms in ((B16_GEMM, ("none",)), (B16_GROUPED, FORMS))
         for config in family.configs(SM90)
         for form, text in zip(forms, ("rows+bias:f32+gelu+fp8", "fp8", "alpha+bias:bf16+silu+fp8:ue8m0"), strict=False)
         if config.block_n // config.cluster_k in (128, 256)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import b16_mutations
 import batched_cases
 import batched_mutations
 import epilogue_mutations
@@ -13,7 +14,6 @@ import gated_mutations
 import gated_runs
 import grouped_mutations
 import grouped_runs
-import half_mutations
 import head_cases
 import mutations
 import pytest
@@ -131,7 +131,7 @@ def finished(params: KernelParams, builder: Builder, binary: Binary, k: int) -> 
 
 
 ORACLES: dict[Any, Callable[[KernelParams, Builder, Binary, int], dict[str, bool]]] = {
-    mutations: plain, scaled_mutations: scaled, half_mutations: half, grouped_mutations: grouped,
+    mutations: plain, scaled_mutations: scaled, b16_mutations: half, grouped_mutations: grouped,
     batched_mutations: batched, gated_mutations: gated, rows_mutations: rows, epilogue_mutations: finished,
     fp4_mutations: fp4,
 }  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 from batched_cases import DEVICE, integers, product
 
 import deep_gemm
-from deep_gemm.kernels.families import HALF_SUMMED
+from deep_gemm.kernels.families import B16_SUMMED
 from deep_gemm.kernels.groups import parts
 from deep_gemm.ops.batched import SUM, Summed
 from deep_gemm.runtime import calls, engine
@@ -25,7 +25,7 @@ SIZES = [(1, 200, 136, 4096), (2, 128, 384, 2048), (129, 200, 136, 128), (129, 2
 
 
 def config_of(block_m: int, block_n: int, cluster: int) -> Any:
-    return HALF_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True)
+    return B16_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True)
 
 
 class Forced:

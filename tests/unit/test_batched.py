@@ -15,7 +15,7 @@ from deep_gemm import kernels, ops, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.kernels import groups
-from deep_gemm.kernels.families import FP8_BATCHED, FP8_BATCHED_SWAPPED, HALF_BATCHED, HALF_SUMMED
+from deep_gemm.kernels.families import B16_BATCHED, B16_SUMMED, FP8_BATCHED, FP8_BATCHED_SWAPPED
 from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.table import BMM_BF16, BMM_FP8, SUM_BF16
 from deep_gemm.settings import settings
@@ -291,7 +291,7 @@ def test_maps_end_with_each_matrix() -> None:
     """Nothing of a neighbour is read or written: rows, K and columns end where those of a product do."""
     spec = ops.spec(200, 328, 200, 132, BMM_BF16, groups=5, majors=("k", "mn"))
     strides = {"a": (208, 5 * 208, 1), "b": (40000, 1, 336), "d": (336, 5 * 336, 1)}
-    found = launch_of(spec, case(HALF_BATCHED, 128, 128, form="nn"), strides)
+    found = launch_of(spec, case(B16_BATCHED, 128, 128, form="nn"), strides)
     maps = {name: found[name].spec for name in ("map_a", "map_a_last", "map_b", "map_d")}
     assert (maps["map_a"].dims, maps["map_a"].strides) == ((200, 200, 5), (5 * 208 * 2, 208 * 2))
     assert (maps["map_b"].dims, maps["map_b"].strides) == ((328, 200, 5), (336 * 2, 40000 * 2))
@@ -326,7 +326,7 @@ def test_maps_of_fp8_end_with_each_matrix(params: Any, box: int, tiles: int) -> 
 def test_a_sum_has_blocks_of_each_product() -> None:
     spec = ops.spec(128, 384, 129 * 128, 132, SUM_BF16, groups=129)
     strides = {"a": (128 * 128, 128, 1), "b": (384 * 128, 128, 1), "d": (384, 1), "c": (384, 1)}
-    found = launch_of(spec, case(HALF_SUMMED, 128, 128, (1, 1, 4), adds_c="tma"), strides)
+    found = launch_of(spec, case(B16_SUMMED, 128, 128, (1, 1, 4), adds_c="tma"), strides)
     assert found["map_a"].spec.dims == (128, 128, 129)
     assert found["map_d"].spec.dims == (384, 128)
     assert found["raster"][1][:3] == (*divmod(129 * 2, 4), 2)
@@ -353,7 +353,7 @@ def sum_spec(b: int, m: int, n: int, k: int, **options: Any) -> GemmSpec:
 def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[int, int, int], count: int) -> None:
     """Each part has a cluster for each tile, and all of K is dealt out."""
     spec, (block_m, block_n, cluster) = sum_spec(*sizes), tile
-    params = HALF_SUMMED.params(spec, HALF_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True), SM90)
+    params = B16_SUMMED.params(spec, B16_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True), SM90)
     strides = {"a": (1 << 20, 1024, 1), "b": (1 << 20, 1024, 1), "d": (512, 1), "c": (512, 1)}
     plan = kernels.get(params.kernel).launch_plan(params, spec, strides)
     found = dict(zip(argument_names(params), plan.parameters, strict=True))
@@ -363,30 +363,30 @@ def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[i
     assert (share * count * cluster + more, share > 0) == (spec.k // 64, True)
     assert tiles * count * cluster <= spec.num_sms
     assert (params.store, params.adds_c) == ("direct", "threads"), "the last cluster stores them itself"
-    assert HALF_SUMMED.fits(spec, params.gemm)
+    assert B16_SUMMED.fits(spec, params.gemm)
 
 
 def test_parts_that_do_not_fit() -> None:
-    config = HALF_SUMMED.config(128, 128, (1, 1, 4), 1, True)
-    assert HALF_SUMMED.fits(sum_spec(129, 256, 256, 256), config)
+    config = B16_SUMMED.config(128, 128, (1, 1, 4), 1, True)
+    assert B16_SUMMED.fits(sum_spec(129, 256, 256, 256), config)
     for spec in (
         sum_spec(129, 256, 256, 256, batch_invariant=True),  # one order of K
         sum_spec(7, 256, 256, 64),  # blocks of K for one part
         sum_spec(129, 1024, 256, 256),  # 16 tiles
         sum_spec(129, 256, 256, 256, num_sms=31),
     ):
-        assert not HALF_SUMMED.fits(spec, config), spec
+        assert not B16_SUMMED.fits(spec, config), spec
     for made, why in (
-        (HALF_SUMMED.config(128, 128, (1, 2, 1), 1, True), "sharing a tile by 1 x 2 x 1 CTAs is not one of"),
+        (B16_SUMMED.config(128, 128, (1, 2, 1), 1, True), "sharing a tile by 1 x 2 x 1 CTAs is not one of"),
         (
-            HALF_SUMMED.config(64, 64, (1, 1, 4), 2, True),
+            B16_SUMMED.config(64, 64, (1, 1, 4), 2, True),
             "only sums of products have parts of K, with one CTA on an SM",
         ),
         (
-            HALF_BATCHED.config(64, 64, (1, 1, 1), 1, True),
+            B16_BATCHED.config(64, 64, (1, 1, 1), 1, True),
             "only sums of products have parts of K, with one CTA on an SM",
         ),
-        (HALF_SUMMED.config(256, 128, (1, 1, 1), 1, True), "a CTA would have more than 16384 sums of a part of K"),
+        (B16_SUMMED.config(256, 128, (1, 1, 1), 1, True), "a CTA would have more than 16384 sums of a part of K"),
     ):
         assert why in str(made and kernels.gemm_family(made.family).illegal(made, SM90))
 
@@ -404,7 +404,7 @@ def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
         (4096, 2048, 4096),
     ):
         spec = sum_spec(b, m, n, 256, num_sms=num_sms)
-        for config in HALF_SUMMED.fitting(spec, [each for each in HALF_SUMMED.legal(SM90) if each.parts]):
+        for config in B16_SUMMED.fitting(spec, [each for each in B16_SUMMED.legal(SM90) if each.parts]):
             tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
             counts = align(tiles * config.cluster_k * config.num_consumers * 4 * 8, 128)
             sums = groups.parts(config, spec) * tiles * config.block_m * config.block_n * 4
@@ -417,7 +417,7 @@ def test_too_many_tiles_are_refused() -> None:
     spec = ops.spec(1 << 20, 1 << 20, 64, 132, BMM_BF16, groups=100)
     row = {"a": (64 << 20, 64, 1), "b": (64 << 20, 64, 1), "d": (1 << 40, 1 << 20, 1)}
     with pytest.raises(UnsupportedError, match=r"more than 2\^31 tiles"):
-        launch_of(spec, case(HALF_BATCHED, 128, 128), row)
+        launch_of(spec, case(B16_BATCHED, 128, 128), row)
 
 
 def test_no_kernel_of_a_batch_splits_k() -> None:

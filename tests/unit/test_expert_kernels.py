@@ -125,7 +125,7 @@ def test_every_routing_finds_its_kernel(
 def test_helpers_come_along(prepared: dict[str, tuple[Layer, set[KernelParams]]]) -> None:
     for op, (_, needed) in prepared.items():
         names = {params.kernel for params in needed}
-        assert names == ({"sm90_fp8_grouped", "transpose_scales"} if op in FP8 else {"sm90_half_grouped"})
+        assert names == ({"sm90_fp8_grouped", "transpose_scales"} if op in FP8 else {"sm90_b16_grouped"})
 
 
 def test_shapes_with_groups() -> None:

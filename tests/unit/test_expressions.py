@@ -14,7 +14,7 @@ import deep_gemm
 from deep_gemm import Epilogue, InvalidInputError, UnsupportedError
 from deep_gemm.arch import SM90
 from deep_gemm.expression import Expression
-from deep_gemm.kernels.families import HALF_GEMM, HALF_GROUPED
+from deep_gemm.kernels.families import B16_GEMM, B16_GROUPED
 from deep_gemm.parts import VECTORS, Parts, parse
 from deep_gemm.runtime import engine
 from deep_gemm.spec import GemmSpec, Operand
@@ -147,8 +147,8 @@ def test_groups_take_no_expression() -> None:
         deep_gemm.m_grouped_bf16_gemm_nt_contiguous(a, b, d, labels, epilogue=epilogue)
     own = Parts(expression=Expression("own", "return x;"))
     spec = GemmSpec(64, 64, 64, *(Operand("bf16", "k"),) * 2, Operand("bf16", "mn"), 132, grouping="psum", epilogue=own)
-    assert HALF_GROUPED.refuses(spec) == "with groups it takes no expression of a user"
-    assert HALF_GROUPED.refuses(replace(spec, epilogue=Parts(activation="relu"))) is None
+    assert B16_GROUPED.refuses(spec) == "with groups it takes no expression of a user"
+    assert B16_GROUPED.refuses(replace(spec, epilogue=Parts(activation="relu"))) is None
 
 
 @pytest.mark.parametrize("way", ["compile", "export"])
@@ -174,5 +174,5 @@ def test_torch_records_a_call_with_an_expression(way: str) -> None:
 def test_a_comment_of_an_expression_is_text() -> None:
     comment = "/*{ cycler.__init__.__globals__ }*/ /*% if x %*/ {{ 7 * 7 }}"
     text = str(Parts(expression=Expression("own", f"return x; // {comment}")))
-    request = engine.build_request(HALF_GEMM.case(HALF_GEMM.configs(SM90)[0], epilogue=text))
+    request = engine.build_request(B16_GEMM.case(B16_GEMM.configs(SM90)[0], epilogue=text))
     assert f"    return x; // {comment}\n" in request.source

@@ -13,7 +13,7 @@ import deep_gemm
 from deep_gemm import UnsupportedError, settings
 from deep_gemm.errors import InvalidInputError, SettingError
 from deep_gemm.ops import cublaslt
-from deep_gemm.ops.reference import half_gemm_reference
+from deep_gemm.ops.reference import b16_gemm_reference
 from deep_gemm.parts import Parts
 from deep_gemm.runtime import fallback
 from deep_gemm.testing import assert_close_to_exact, calc_diff, random_operands
@@ -28,7 +28,7 @@ def other_gpu(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
 
     def gemm(a: Any, b: Any, d: Any, c: Any, form: str) -> None:
         used.append((a.dtype, form))
-        half_gemm_reference(a, b, d, c)
+        b16_gemm_reference(a, b, d, c)
 
     used: list[Any] = []
     gpu.unsupported = REASON

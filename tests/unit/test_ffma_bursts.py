@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deep_gemm import kernels, log
-from deep_gemm.kernels.families import FP8_GEMM, FP8_SWAPPED, HALF_GEMM
+from deep_gemm.kernels.families import B16_GEMM, FP8_GEMM, FP8_SWAPPED
 from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
 from deep_gemm.kernels.hopper.ffma_bursts import BURST, POST_PASS, in_bursts, second_operand
 from deep_gemm.settings import settings
@@ -128,7 +128,7 @@ def test_a_setting_says_whether_gemms_are_edited() -> None:
     assert identities() == {"ffma-bursts-8"}
     with settings.override(ffma_bursts=False):
         assert identities() == {None}
-    for family in (TRANSPOSE_SCALES, HALF_GEMM):
+    for family in (TRANSPOSE_SCALES, B16_GEMM):
         assert family.post_pass(family.cases()[0]) is None
 
 

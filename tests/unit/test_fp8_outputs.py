@@ -16,7 +16,7 @@ from deep_gemm.aot import build
 from deep_gemm.aot.workload import GemmShape
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.epilogues import apart
-from deep_gemm.kernels.families import FP8_GROUPED, FP8_SCALED, HALF_GEMM
+from deep_gemm.kernels.families import B16_GEMM, FP8_GROUPED, FP8_SCALED
 from deep_gemm.kernels.quantize_kernels import FEW_ROWS, SOME_ROWS
 from deep_gemm.ops.reference import ACTIVATIONS
 from deep_gemm.parts import parse
@@ -130,7 +130,7 @@ def test_sixteen_bits_have_it_in_all_layouts(op: str, majors: str) -> None:
     of_a, of_b = ("k" if each == "k" else "mn" for each in majors)
     asked = ops.spec(256, 4096, 7168, 132, op, majors=(of_a, of_b), epilogue="gelu+fp8", output="e4m3", aligned=True)  # type: ignore[arg-type]
     ranked = select.rank(asked, SM90)
-    assert {each.config.family for each in ranked} == {HALF_GEMM.name}
+    assert {each.config.family for each in ranked} == {B16_GEMM.name}
     assert {each.config.block_n // each.config.cluster_k for each in ranked} == {128, 256}
 
 

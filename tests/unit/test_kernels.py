@@ -84,12 +84,12 @@ def test_only_what_is_computed_is_taken(spec: GemmSpec) -> None:
     elif known and fp8 and scaling == "1d2d" and plain and not alone:
         names = {"sm90_fp8_batched", "sm90_fp8_batched_swapped"} if batched else {"sm90_fp8_grouped"}
     elif known and half and alone and spec.d.dtype in ("bf16", "f32"):
-        names = {"sm90_half_gemm"} | ({"sm90_half_swapped"} if spec.a.major == "k" else set())
-        names |= {"sm90_half_turned"} if plain and spec.d.aligned else set()
+        names = {"sm90_b16_gemm"} | ({"sm90_b16_swapped"} if spec.a.major == "k" else set())
+        names |= {"sm90_b16_swap_ab"} if plain and spec.d.aligned else set()
     elif known and half and batched and spec.d.dtype in ("bf16", "f32") and spec.accumulate == "none":
-        names = {"sm90_half_batched"}
+        names = {"sm90_b16_batched"}
     elif known and half and plain and not alone and not batched and spec.a.major == "k":
-        names = {"sm90_half_grouped"}
+        names = {"sm90_b16_grouped"}
     if names:
         assert {family.name for family in kernels.for_spec(spec, SM90)} == names
     else:

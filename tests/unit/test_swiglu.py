@@ -16,7 +16,7 @@ from deep_gemm import Epilogue, InvalidInputError, UnsupportedError, kernels, op
 from deep_gemm.arch import SM90
 from deep_gemm.jit.driver.launch import Map
 from deep_gemm.kernels.gemm import GemmFamily
-from deep_gemm.kernels.hopper.gated import FP8_GATED, HALF_GATED
+from deep_gemm.kernels.hopper.gated import B16_GATED, FP8_GATED
 from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.parts import Parts, parse
 from deep_gemm.runtime import engine
@@ -175,7 +175,7 @@ NO_KERNEL = {
     "columns": (ops.spec(64, 2 * 320, 512, 132, epilogue="swiglu"),
         "columns of gate, half of N, must be a multiple of 128"),
     "16 bits, N contiguous": (ops.spec(64, 512, 512, 132, "bf16_gemm_nt", majors=("k", "mn"), epilogue="swiglu"),
-        "sm90_half_gated: the layouts of A and B must be NT, not NN"),
+        "sm90_b16_gated: the layouts of A and B must be NT, not NN"),
     "16 bits, odd": (ops.spec(64, 511, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True),
         "gate has half of B's rows, so that N must be even, not 511"),
     "16 bits, columns": (
@@ -208,7 +208,7 @@ def test_all_that_a_scale_is_for_is_in_one_tile(op: str, output: str, grouping: 
     """FP8 is written by tiles of 128 columns of D; groups have no clusters."""
     if output in ("bf16", "f16") and output != ops.PRODUCTS[op].outputs[0] and op != "fp8_gemm_nt":
         return
-    family, text = FP8_GATED if op == "fp8_gemm_nt" else HALF_GATED, "swiglu" + "+fp8" * (output == "e4m3")
+    family, text = FP8_GATED if op == "fp8_gemm_nt" else B16_GATED, "swiglu" + "+fp8" * (output == "e4m3")
     spec = ops.spec(256, 4096, 7168, 132, op, epilogue=text, output=output, aligned=True)  # type: ignore[arg-type]
     more = {"none": {}, "masked": {"groups": 4, "expected_m": 20}}.get(grouping, {"groups": 4, "alignment": 128})
     spec = replace(spec, grouping=grouping, **more)
@@ -238,7 +238,7 @@ ALL = "alpha+rows+bias:bf16+swiglu+clamp:7.0+fp8:ue8m0"
     [
         (FP8_GATED, (64, 256, (1, 1), 2, 1), ("swiglu+fp8", "bias:f32+swiglu+fp8", ALL.removeprefix("alpha+"))),
         (FP8_GATED, (128, 256, (2, 1), 1, 1), ("alpha+swiglu+fp8", "alpha+rows+swiglu+clamp:7.0+fp8", ALL)),
-        (HALF_GATED, (128, 256, (2, 1, 1)), ("alpha+swiglu+fp8", ALL)),
+        (B16_GATED, (128, 256, (2, 1, 1)), ("alpha+swiglu+fp8", ALL)),
     ],
 )
 def test_the_widest_tiles_spill_nothing(family: GemmFamily, tile: Any, texts: tuple[str, ...]) -> None:
@@ -251,12 +251,12 @@ def test_the_widest_tiles_spill_nothing(family: GemmFamily, tile: Any, texts: tu
 def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
     """Kernels wait for all rows of both, also of those past the last one."""
     spec = ops.spec(70, n, 512, 132, "bf16_gemm_nt", epilogue="swiglu", aligned=True)
-    for config in HALF_GATED.configs(SM90):
-        params = HALF_GATED.params(spec, config, SM90)
+    for config in B16_GATED.configs(SM90):
+        params = B16_GATED.params(spec, config, SM90)
         strides = {"a": (512, 1), "b": (512, 1), "d": (n // 2, 1)}
         maps = [
             each
-            for each in HALF_GATED.launch_plan(params, spec, strides, False, False).parameters
+            for each in B16_GATED.launch_plan(params, spec, strides, False, False).parameters
             if isinstance(each, Map)
         ]  # type: ignore[arg-type]
         of_b = {each.spec for each in maps if each.operand == "b"}
@@ -268,7 +268,7 @@ def test_boxes_of_a_gate_and_of_up_are_whole(n: int) -> None:
 @pytest.mark.parametrize("op", ["bf16_gemm_nt", "fp8_gemm_nt", "m_grouped_fp8_gemm_nt_masked"])
 def test_interleaved_rows_are_two_matrices(op: str) -> None:
     """One of each second row, and one of the rows between; groups lie one after the other."""
-    family, size = (HALF_GATED, 2) if op == "bf16_gemm_nt" else (FP8_GATED, 1)
+    family, size = (B16_GATED, 2) if op == "bf16_gemm_nt" else (FP8_GATED, 1)
     groups = 3 if "grouped" in op else 1
     spec = ops.spec(70, 512, 384, 132, op, groups=groups, expected_m=64, epilogue="swiglu+interleaved", aligned=True)
     strides = {

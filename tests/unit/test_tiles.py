@@ -21,7 +21,7 @@ from deep_gemm.jit.driver.launch import LaunchShape
 from deep_gemm.jit.driver.tensor_map import TensorMapSpec
 from deep_gemm.kernels import groups
 from deep_gemm.kernels.base import KernelFamily, Value
-from deep_gemm.kernels.families import GEMMS, HALF_K_GROUPED
+from deep_gemm.kernels.families import B16_K_GROUPED, GEMMS
 from deep_gemm.kernels.gemm import GemmFamily
 from deep_gemm.kernels.helpers import TRANSPOSE_SCALES
 from deep_gemm.kernels.hopper.edges import first_column, segments
@@ -399,7 +399,7 @@ STRIP = 16
 def test_a_launch_has_the_numbers_that_locate_a_tile(n: int, block_n: int, index: int) -> None:
     """`GroupedScheduler::locate` divides by the columns, and by the tiles of a strip. What it makes of them is shown by
     results on a GPU: see gpu/test_m_grouped_gpu.py and the mutations of groups."""
-    order = groups.order(HALF_K_GROUPED.config(128, block_n), n, True, 0)
+    order = groups.order(B16_K_GROUPED.config(128, block_n), n, True, 0)
     columns = ceil_div(n, block_n)
     assert order[0] == columns
     assert quotient(index, tuple(order[3:6])) == index // columns
@@ -410,7 +410,7 @@ def test_a_launch_has_the_numbers_that_locate_a_tile(n: int, block_n: int, index
 @given(st.integers(1, 1500), st.integers(1, 1500), st.integers(1, 20), st.sampled_from([3, 132]))
 def test_along_k_each_matrix_has_each_tile_once(m: int, n: int, count: int, num_sms: int) -> None:
     """From the numbers of a launch. The matrices follow one another, all with the same order of tiles."""
-    kernel, config = HALF_K_GROUPED, HALF_K_GROUPED.config(128, 128)
+    kernel, config = B16_K_GROUPED, B16_K_GROUPED.config(128, 128)
     m, n = m, 8 * n
     spec = ops.spec(m, n, 4096, num_sms, "k_grouped_bf16_gemm_tn_contiguous", groups=count)
     strides = {"a": (1, 2048), "b": (1, 8 * 1500), "d": (m * n, n, 1), "c": (m * n, n, 1)}
@@ -439,9 +439,9 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
     """Few tiles for each CTA; or low groups, and columns of B that stay in L2. Otherwise CTAs only drift apart."""
     count, rows = groups_and_rows
     spec = grouped_spec("masked", 4096, k, count, rows)
-    assert groups.skips_padding(spec, HALF_K_GROUPED.config(128, 256)) is skips
+    assert groups.skips_padding(spec, B16_K_GROUPED.config(128, 256)) is skips
     contiguous = grouped_spec("contiguous", count * rows, k, count)
-    assert groups.skips_padding(contiguous, HALF_K_GROUPED.config(128, 256)) is skips
+    assert groups.skips_padding(contiguous, B16_K_GROUPED.config(128, 256)) is skips
 
 
 @pytest.mark.parametrize(
@@ -456,4 +456,4 @@ def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k:
 )
 def test_weights_that_are_read_once_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
     spec = grouped_spec(form, 4096, k, count, rows)
-    assert groups.evict_first(spec, HALF_K_GROUPED.config(64, 128)) == evicted
+    assert groups.evict_first(spec, B16_K_GROUPED.config(64, 128)) == evicted

@@ -13,8 +13,8 @@ from ...spec import SCALE_BLOCK, GemmSpec
 from ..gemm import SAME, GemmFamily
 from ..groups import ALONG_M
 from . import serving
+from .b16_gemm import B16Gemm
 from .fp8_scaled import Fp8Scaled
-from .half_gemm import HalfGemm
 from .template import HopperTemplate, slices
 
 _WIDTHS = (64, 128, 256)
@@ -67,8 +67,8 @@ class Fp8Gated(Gated, Fp8Scaled):
         return (alone or config.tile != _FEW_ROWS) and super().fits(spec, config, adds_c, scaling)
 
 
-class HalfGated(Gated, HalfGemm):
-    """Tiles of `HalfGemm`."""
+class B16Gated(Gated, B16Gemm):
+    """Tiles of `B16Gemm`."""
 
     def tiles(self) -> Iterator[tuple[object, ...]]:
         """Tiles of 64 to 256 rows, without clusters or in pairs that share B, with one or two CTAs per SM."""
@@ -126,10 +126,10 @@ FP8_GATED = GemmFamily(
     ),
 )
 
-HALF_GATED = GemmFamily(
-    name="sm90_half_gated",
-    template=HalfGated(),
-    serving=serving.HALF_GATED,
+B16_GATED = GemmFamily(
+    name="sm90_b16_gated",
+    template=B16Gated(),
+    serving=serving.B16_GATED,
     dtypes=("bf16", "f16"),
     outputs=(SAME, "f32", "e4m3"),
     groupings=("none", *ALONG_M),

@@ -172,7 +172,7 @@ FP8_K_GROUPED: tuple[tuple[int, int, tuple[int, int], int, int], ...] = (
 the last. With them, on an H100 128 x 128 tiles with one set were the
 fastest of all in single calls of five shapes; two sets took 2 to 8% longer."""
 
-HALF_GEMM: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+B16_GEMM: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 32, (1, 1, 1), 2),
     (64, 48, (1, 1, 1), 1),
     (64, 64, (1, 1, 1), 1),
@@ -206,7 +206,7 @@ HALF_GEMM: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 """(block_m, block_n, cluster, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed shapes (see
 ``benchmarks/README.md``)."""
 
-HALF_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
+B16_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
     (8, 1, 1, 1),
     (8, 1, 1, 2),
     (8, 1, 2, 2),
@@ -229,7 +229,7 @@ HALF_SWAPPED: tuple[tuple[int, int, int, int], ...] = (
 """(block_m, CTAs along k, consumers along k, CTAs per SM) of the serving set, chosen by a greedy cover of surveyed
 shapes (see ``benchmarks/README.md``)."""
 
-HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
+B16_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
     (64, 64, (1, 1, 1), 1),
     (64, 64, (1, 1, 1), 2),
     (64, 128, (1, 1, 1), 1),
@@ -241,7 +241,7 @@ HALF_BATCHED: tuple[tuple[int, int, tuple[int, int, int], int], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM). A few of those of one product, without split K."""
 
-HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
+B16_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
     (64, 64, (1, 1, 4), 1, False),
     (64, 128, (1, 1, 4), 1, False),
     (128, 128, (1, 1, 1), 1, False),
@@ -253,11 +253,11 @@ HALF_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
 long. With parts, 513 products of 256 x 256 x 256 took 58 us for 65, and 4096 of them 312 us for 459 (H200); 129 took 24
 for 21."""
 
-HALF_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
+B16_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
 the best of all, but for one shape (8%)."""
 
-HALF_GATED: tuple[tuple[Any, ...], ...] = (
+B16_GATED: tuple[tuple[Any, ...], ...] = (
     (64, 64, (1, 1, 1), 1),
     (64, 64, (1, 1, 1), 2),
     (64, 128),
@@ -268,7 +268,7 @@ HALF_GATED: tuple[tuple[Any, ...], ...] = (
 )
 """(block_m, block_n, cluster, CTAs per SM), not measured yet."""
 
-HALF_K_GROUPED: tuple[tuple[int, int], ...] = ((128, 128), (128, 256), (256, 128))
+B16_K_GROUPED: tuple[tuple[int, int], ...] = ((128, 128), (128, 256), (256, 128))
 """(block_m, block_n) of the serving set. On an H100 one of the larger two was the best of all in four of five
 shapes, and within 4% of it in the other."""
 
@@ -291,7 +291,7 @@ _HEIGHTS: dict[tuple[int, Cluster], tuple[int, ...]] = {
     (256, (2, 1, 1)): (120, 136, 144),
 }
 
-HALF_SWAP_AB: tuple[tuple[int, int, Cluster], ...] = tuple(
+B16_SWAP_AB: tuple[tuple[int, int, Cluster], ...] = tuple(
     (height, width, cluster) for (width, cluster), heights in _HEIGHTS.items() for height in heights
 )
 """(block_m, block_n, cluster). Of 153 tiles that were measured on 306 shapes (H100), the one whose choices matter the

@@ -175,10 +175,10 @@ class Fp8ScaledSwapped(Swapped):
         return super().illegal(config, arch)
 
 
-class HalfSwapped(Swapped):
-    """16-bit operands. See ``templates/include/half_swapped.cuh``."""
+class B16Swapped(Swapped):
+    """16-bit operands. See ``templates/include/b16_swapped.cuh``."""
 
-    file = "sm90_half_swapped.cu.jinja"
+    file = "sm90_b16_swapped.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = ("cluster_k", "min_ctas", "element", "accumulate", "mn_major_b")
     mma_instruction = "HGMMA"
     block_k = 64

@@ -135,7 +135,7 @@ def compiled(factory: Any, *sizes: Any, operands: tuple[Tensor, ...]) -> Callabl
 
 @kernel("tilelang", "bf16_gemm_nt", prepares=True)
 @kernel("tilelang", "fp16_gemm_nt", prepares=True)
-def half_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> Call:
+def b16_gemm_nt(a: Tensor, b: Tensor, d: Tensor) -> Call:
     sizes = (*a.shape, b.shape[0])
     run = compiled(half, sizes[0], sizes[2], sizes[1], str(a.dtype).removeprefix("torch."), operands=(a, b, d))
     return functools.partial(run, a, b, d)

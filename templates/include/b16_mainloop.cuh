@@ -15,7 +15,7 @@
 // consumer overwrites them with zeros in both operands: zero times NaN would be NaN. A group without any K has one block, all of
 // which is cleared.
 template <class Shape, class Mma, class Barriers>
-struct HalfMainloop {
+struct B16Mainloop {
   enum : u32 { kSlices = Shape::kSlices, kSliceBytes = 64 * 64 * 2 };
   using Sums = float[kSlices][Mma::kN / 2];
 
@@ -27,7 +27,7 @@ struct HalfMainloop {
   u32 before_last, last_rows;
   u32 consumer, left_address, right_address;  // of this consumer's rows and of the columns, in stage 0
 
-  DG_DEVICE HalfMainloop(const Barriers& barriers, u32 left, u32 right, u32 lane)
+  DG_DEVICE B16Mainloop(const Barriers& barriers, u32 left, u32 right, u32 lane)
       : barriers(barriers), left(left), right(right), lane(lane) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
   }

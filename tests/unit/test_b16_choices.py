@@ -4,14 +4,14 @@ import pytest
 
 from deep_gemm import ops
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.families import HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.kernels.families import B16_GEMM, B16_SWAP_AB, B16_SWAPPED
 from deep_gemm.kernels.features import Features
 from deep_gemm.params import GemmConfig
 from deep_gemm.select import calibration, candidates, select
 from deep_gemm.select.model import estimate, features
 from deep_gemm.spec import GemmSpec, Major
 
-TILE, PAIR = HALF_GEMM.config(128, 256), HALF_GEMM.config(128, 256, (2, 1, 1))
+TILE, PAIR = B16_GEMM.config(128, 256), B16_GEMM.config(128, 256, (2, 1, 1))
 
 
 def asked(m: int, n: int, k: int, majors: tuple[Major, Major] = ("k", "k")) -> GemmSpec:
@@ -60,12 +60,12 @@ def test_l2_shares_no_boxes_that_begin_inside_sectors() -> None:
 @pytest.mark.parametrize("majors", [("k", "k"), ("k", "mn")])
 def test_many_rows_have_swap_ab_tiles_of_any_height(majors: tuple[Major, Major]) -> None:
     offered = candidates(asked(1000, 1000, 4096, majors), SM90)
-    assert len({config.block_m for config in offered if config.family == HALF_SWAP_AB.name}) >= 16
+    assert len({config.block_m for config in offered if config.family == B16_SWAP_AB.name}) >= 16
 
 
 def test_few_rows_have_a_family_of_their_own() -> None:
-    assert HALF_SWAP_AB.name not in families(asked(64, 4096, 4096))
-    assert HALF_SWAPPED.name not in families(asked(65, 4096, 4096))
+    assert B16_SWAP_AB.name not in families(asked(64, 4096, 4096))
+    assert B16_SWAPPED.name not in families(asked(65, 4096, 4096))
 
 
 def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None:
@@ -73,7 +73,7 @@ def test_rows_of_a_that_are_not_contiguous_need_heights_of_whole_boxes() -> None
     spec = asked(4096, 4096, 4096, ("mn", "k"))
     offered = candidates(spec, SM90)
     assert {config.block_m % 64 for config in offered} == {0}
-    assert families(spec) == {HALF_GEMM.name, HALF_SWAP_AB.name}
+    assert families(spec) == {B16_GEMM.name, B16_SWAP_AB.name}
 
 
 def test_16_bit_tiles_have_speeds_of_their_own() -> None:
@@ -91,8 +91,8 @@ def test_16_bit_tiles_have_speeds_of_their_own() -> None:
 def test_tall_products_get_tiles_of_more_tokens() -> None:
     """3780 x 256 x 256 took an H100 8.4 us in swapped tiles of 64 tokens, which were chosen, and 7.3 us in 128x64."""
     for m, n, k in ((3780, 256, 256), (2250, 288, 128), (520, 128, 656)):
-        assert select(asked(m, n, k), SM90).config.family != HALF_SWAPPED.name
-    assert select(asked(16, 4096, 4096), SM90).config.family == HALF_SWAPPED.name
+        assert select(asked(m, n, k), SM90).config.family != B16_SWAPPED.name
+    assert select(asked(16, 4096, 4096), SM90).config.family == B16_SWAPPED.name
 
 
 def test_wide_tiles_are_chosen_where_narrow_ones_wait_for_shared_memory() -> None:

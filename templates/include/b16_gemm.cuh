@@ -4,16 +4,16 @@
 // Rows of A are the M of wgmma. With kSwapped rows of B are: then tiles have any multiple of eight rows of A. D is stored transposed,
 // by TMA, and nothing is added to it.
 //
-// Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_half_gemm.cu.jinja).
+// Constants supplies the block sizes and Mma the wgmma of this kernel (see kernels/sm90_b16_gemm.cu.jinja).
 #pragma once
 #include "finish.cuh"
 #include "gemm_kernel.cuh"
-#include "half_mainloop.cuh"
+#include "b16_mainloop.cuh"
 #include "part_store.cuh"
 #include "parts_in_order.cuh"
 
 template <class Constants, class MmaType>
-struct HalfGemmLayout {
+struct B16GemmLayout {
   using Tile = Constants;
   using Mma = MmaType;
   enum : u32 { kBlockM = Tile::kBlockM, kBlockN = Tile::kBlockN, kBlockK = 64, kStages = Tile::kStages, kConsumers = Tile::kConsumers };
@@ -62,8 +62,8 @@ struct HalfGemmLayout {
 };
 
 template <class Constants, class MmaType, class Arguments>
-struct HalfGemm {
-  using Layout = HalfGemmLayout<Constants, MmaType>;
+struct B16Gemm {
+  using Layout = B16GemmLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
   using Kernel = GemmKernel<Layout, Arguments>;
@@ -76,7 +76,7 @@ struct HalfGemm {
     enum : bool { kClears = Kernel::kByDepth };
     enum : u32 { kBytesLeft = Layout::Left::kBytes, kBytesRight = Layout::Right::kBytes };
   };
-  using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
+  using Mainloop = B16Mainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
   enum : u32 { kSlices = Layout::kSlices, kColumns = Layout::kColumns, kClusterK = Layout::kClusterK };
   enum : u32 { kRun = kColumns % 32 == 0 ? 32 : 16 };
@@ -88,7 +88,7 @@ struct HalfGemm {
 
   Kernel kernel;
 
-  DG_DEVICE HalfGemm(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
+  DG_DEVICE B16Gemm(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {

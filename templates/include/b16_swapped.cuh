@@ -3,11 +3,11 @@
 // distributed shared memory.
 #pragma once
 #include "gemm_kernel.cuh"
-#include "half_mainloop.cuh"
+#include "b16_mainloop.cuh"
 #include "swapped_output.cuh"
 
 template <class Constants, class MmaType>
-struct HalfSwappedLayout {
+struct B16SwappedLayout {
   enum : u32 { kGrouping = kUngrouped };
   enum : bool { kMapsOfGroups = false };
   using Tile = Constants;
@@ -37,8 +37,8 @@ struct HalfSwappedLayout {
 };
 
 template <class Constants, class MmaType, class Arguments>
-struct HalfSwapped {
-  using Layout = HalfSwappedLayout<Constants, MmaType>;
+struct B16Swapped {
+  using Layout = B16SwappedLayout<Constants, MmaType>;
   using Tile = Constants;
   using Mma = MmaType;
   using Kernel = GemmKernel<Layout, Arguments>;
@@ -52,12 +52,12 @@ struct HalfSwapped {
     enum : bool { kClears = false };
     enum : u32 { kBytesLeft = Layout::B::kBytes, kBytesRight = Layout::A::kBytes };
   };
-  using Mainloop = HalfMainloop<Shape, Mma, typename Layout::Barriers>;
+  using Mainloop = B16Mainloop<Shape, Mma, typename Layout::Barriers>;
   using Sums = typename Mainloop::Sums;
 
   Kernel kernel;
 
-  DG_DEVICE HalfSwapped(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
+  DG_DEVICE B16Swapped(const Arguments& arg, u32 shared) : kernel(arg, shared) {}
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [](const Scheduler&) {});

@@ -1,5 +1,5 @@
-"""The template for 16-bit operands: any layout, 16-bit or float32 output, C added, dense and grouped; also with swap-AB
-tiles."""
+"""The template for 16-bit operands, BF16 or FP16 (b16, as in PTX): any layout, 16-bit or float32 output, C added, dense
+and grouped; also with swap-AB tiles."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ _K_GROUP_BUFFERS = 2
 """Staging buffers of a consumer where there are groups along K."""
 
 
-class HalfGemm(HopperTemplate):
-    """See ``templates/include/half_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
+class B16Gemm(HopperTemplate):
+    """See ``templates/include/b16_gemm.cuh``. ``swap_ab``: consumers take the operands in the other order and
     transpose D. ``groups``: "m" and "k" for groups along M and K, "batch" and "sum" for several
     products of equal size."""
 
-    file = "sm90_half_gemm.cu.jinja"
+    file = "sm90_b16_gemm.cu.jinja"
     constant_names: ClassVar[tuple[str, ...]] = (
         "block_n",
         "cluster_m",
@@ -242,7 +242,7 @@ class HalfGemm(HopperTemplate):
         return self._staging_buffers(params.gemm, params.output), _stores_late(params.gemm, params.output)
 
     def shared_bytes(self, params: KernelParams) -> int:
-        """In the layout of ``HalfGemmLayout``, which asserts the same number."""
+        """In the layout of ``B16GemmLayout``, which asserts the same number."""
         return self._bytes(params.gemm, params.store == "tma", params.output, along_k=self.groups == "k")
 
     def clusters(self, config: GemmConfig, tiles: int, slots: int) -> int:
@@ -296,7 +296,7 @@ def sums(config: GemmConfig) -> int:
 
 
 def _stage_bytes(config: GemmConfig) -> int:
-    return (config.block_m + config.block_n) * 2 * HalfGemm.block_k + BARRIER_BYTES
+    return (config.block_m + config.block_n) * 2 * B16Gemm.block_k + BARRIER_BYTES
 
 
 def _stores_late(config: GemmConfig, output: str) -> bool:

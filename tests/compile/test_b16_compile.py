@@ -10,7 +10,7 @@ from house import unlike_the_record
 from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop, moves_to_uniform
 
 from deep_gemm import kernels
-from deep_gemm.kernels.families import GEMMS, HALF_BATCHED, HALF_GEMM, HALF_SWAP_AB, HALF_SWAPPED
+from deep_gemm.kernels.families import B16_BATCHED, B16_GEMM, B16_SWAP_AB, B16_SWAPPED, GEMMS
 from deep_gemm.kernels.groups import ALONG_M
 from deep_gemm.kernels.sm90_fp4_gemm import FP4, stream
 from deep_gemm.params import KernelParams
@@ -60,7 +60,7 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     assert transposed == {name for name, major in (("tnspA", left), ("tnspB", right)) if major == "mn"}
     # Stores: boxes by TMA, with or without addition in L2; pieces of 16 bytes, also where a group ends in a box; or
     # single elements.
-    few, rows = params.kernel == HALF_SWAPPED.name, params.grouping in ALONG_M
+    few, rows = params.kernel == B16_SWAPPED.name, params.grouping in ALONG_M
     tma, dimensions = params.store == "tma", "3D" if params.grouping in ("k", "batched", "parts") else "2D"
     loads = "3D" if params.grouping in ("batched", "parts", "summed") else "2D"
     assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.adds_c != "tma")
@@ -72,9 +72,9 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
 
 
 LOOPS = [
-    HALF_GEMM.cases()[0], case(HALF_GEMM, 128, 256), case(HALF_GEMM, 256, 128, (1, 2, 1)),
-    case(HALF_BATCHED, 128, 256, (2, 1, 1)), case(HALF_SWAPPED, 8), case(HALF_SWAPPED, 64, 4),
-    case(HALF_SWAP_AB, 136, 256, (2, 1, 1)), case(HALF_SWAP_AB, 176, 192),
+    B16_GEMM.cases()[0], case(B16_GEMM, 128, 256), case(B16_GEMM, 256, 128, (1, 2, 1)),
+    case(B16_BATCHED, 128, 256, (2, 1, 1)), case(B16_SWAPPED, 8), case(B16_SWAPPED, 64, 4),
+    case(B16_SWAP_AB, 136, 256, (2, 1, 1)), case(B16_SWAP_AB, 176, 192),
 ]  # fmt: skip
 
 
