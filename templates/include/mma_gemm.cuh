@@ -118,7 +118,7 @@ struct MmaGemm {
       const u32 row = tile.row + (kSwapped ? first_column : first_row), column = tile.column + (kSwapped ? first_row : first_column);
       Sums sum;
       Products::clear(sum);
-      // Again, so that they take no registers while a user's expression is computed from vectors of columns.
+      // The first fragments are read again, so that they take no registers while a user's expression is computed from vectors of columns.
       if constexpr (Layout::Out::Final::Own::kColumns > 0) reader.read(fragments[0], 0);
       if constexpr (kScaled) {
         typename Layout::Scales scales(*this, row, column, end(tile), group_of(tile), begin, all, lane);
