@@ -22,6 +22,8 @@ LIMIT = 120.0
 """Seconds that a test may take, without its fixtures."""
 BUILDING = 1500.0
 """Seconds that the fixtures of a test may take: some compile a hundred kernels."""
+LONG = ("test_cases.py", "test_configs.py", "test_epilogues_gpu.py", "test_mutations.py", "test_numerics.py")
+"""Files of tests/gpu that take longest: they compile hundreds of kernels."""
 GRACE = 60.0
 """Seconds after which a process is ended whose test did not end by an exception at its limit."""
 
@@ -173,7 +175,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # side by side: long files first, so that no process ends long after the others
-        items.sort(key=lambda item: item.path.parent.name != "compile")
+        items.sort(key=lambda item: (item.path.parent.name != "compile", item.path.name not in LONG))
     for item in items:
         kind = item.path.relative_to(TESTS).parts[0]
         if kind in ("gpu", "compile"):
