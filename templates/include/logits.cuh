@@ -168,12 +168,12 @@ struct LogitProducer {
   const Places& places;
   u32 lane;
   bool begun;               // whether the first visit's queries are being loaded already
-  u32 slot = 1, round = 0;  // of visits; slot 0 has the one of `warm_up` first
+  u32 slot, round = 0;  // of visits
   PipelineCursor<C::kStages> cursor;
 
-  // `first_stage` comes after those of `warm_up`, and of keys that are being loaded already.
-  DG_DEVICE LogitProducer(const Places& places, u32 lane, bool begun, u32 first_stage)
-      : places(places), lane(lane), begun(begun), cursor{first_stage, 1} {}
+  // The first slot and stage come after those of `warm_up`, if there is one, and of keys that are being loaded already.
+  DG_DEVICE LogitProducer(const Places& places, u32 lane, bool begun, u32 first_slot, u32 first_stage)
+      : places(places), lane(lane), begun(begun), slot(first_slot), cursor{first_stage, 1} {}
 
   // Waits for room for a visit, and loads its queries, from `row` on. `publish` comes next.
   DG_DEVICE void begin(const TensorMap* map_q, u32 row) {

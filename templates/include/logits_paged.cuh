@@ -36,7 +36,7 @@ struct PagedLogits {
   // Producer warp `warp` loads the units of consumer `warp`, each of one or more pages. One warp alone takes 500 cycles a unit, as
   // long as HBM does, and keys in L2 would wait for it. Warp 0 publishes visits, too.
   DG_DEVICE void produce(u32 warp, u32 lane) const {
-    LogitProducer<C> producer(places, lane, false, C::kConsumers + warp);
+    LogitProducer<C> producer(places, lane, false, 0, warp);
     const u32* bounds = arg.schedule + 2 * blockIdx.x;
     u32 request = bounds[0], split = bounds[1];
     const u32 last_request = bounds[2], last_split = bounds[3], last_token = arg.next_n - 1;
@@ -119,10 +119,7 @@ struct PagedLogits {
 
   DG_DEVICE void run() const {
     const u32 warp = uniform(threadIdx.x / 32);
-    if (warp == 0) {
-      places.init(threadIdx.x % 32);
-      places.warm_up(threadIdx.x % 32);
-    }
+    if (warp == 0) places.init(threadIdx.x % 32);
     if (threadIdx.x == 0) {
       tma_prefetch_map(arg.map_q);
       tma_prefetch_map(arg.map_k);

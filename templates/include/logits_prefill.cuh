@@ -148,7 +148,7 @@ struct PrefillLogits {
   }
 
   DG_DEVICE void produce(const LogitShare& share, u32 lane) const {
-    LogitProducer<C> producer(places, lane, share.begun, (share.begun ? 2 : 1) * C::kConsumers);
+    LogitProducer<C> producer(places, lane, share.begun, 1, (share.begun ? 2 : 1) * C::kConsumers);
     Weights weights;
     KeyRange range;  // of a lane's query
     const auto load_block = [&](u32 block) {
