@@ -188,7 +188,7 @@ NO_KERNEL = {
         "sm90_fp8_gated: rows of gate and up that alternate by eight are of products with groups"),
     "16 bits, by eight": (
         ops.spec(64, 512, 512, 132, "bf16_gemm_nt", epilogue="swiglu+interleaved:8", aligned=True),
-        "sm90_half_gated: rows of gate and up that alternate by eight are FP8"),
+        "sm90_b16_gated: rows of gate and up that alternate by eight are FP8"),
     "by eight, bias": (ops.spec(64, 512, 512, 132, "m_grouped_fp8_gemm_nt_masked", groups=2, expected_m=64,
         epilogue="bias:f32+swiglu+interleaved:8", aligned=True), "bias and eight rows of gate and up in turn"),
 }  # fmt: skip
