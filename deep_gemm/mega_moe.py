@@ -1,8 +1,8 @@
 """DeepGEMM's fused mixture-of-experts layer for Hopper: its names, buffers and semantics, by the launches of
 `deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them.
 
-`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work, and kernels that they
-launch have not been run on a GPU.
+`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work, and several ranks have
+not been run on several GPUs.
 """
 
 from __future__ import annotations

@@ -17,19 +17,32 @@ SIZES = [(1, 8, 2, 256, 128), (7, 3, 3, 160, 32), (64, 16, 4, 288, 96), (65, 16,
 
 
 def problem(
-    kind: str, tokens: int, experts: int, top_k: int, width: int, inner: int, seed: int = 0, packed: bool = False
+    kind: str,
+    tokens: int,
+    experts: int,
+    top_k: int,
+    width: int,
+    inner: int,
+    seed: int = 0,
+    packed: bool = False,
+    device: str = "cpu",
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of a call with biases, and the weights that are meant, in float64. Some choices are no experts, and of
-    some tokens all. ``packed``: weights are those of a checkpoint."""
+    some tokens all. ``packed``: weights are those of a checkpoint. On a GPU weights are drawn codes, without a cast,
+    and none are meant."""
     torch.manual_seed(seed)
     chosen = torch.rand(tokens, experts).argsort(1)[:, :top_k].contiguous()
     chosen[torch.rand(tokens, top_k) < 0.2] = -1
     chosen[5:6], chosen[6:7, 0] = -1, experts
     weights, meant = {}, {}
     for name, n, k in (("gate_up", 2 * inner, width), ("down", width, inner)):
-        pair = quantize.mxfp4(torch.randn(experts, n, k) / k**0.5)
+        if device == "cpu":
+            pair = quantize.mxfp4(torch.randn(experts, n, k) / k**0.5)
+            meant[name] = deep_gemm.dequantise(*pair, dtype=torch.float64)
+        else:
+            packed_codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device=device)
+            pair = packed_codes, torch.randint(118, 122, (experts, n, k // 32), dtype=torch.uint8, device=device)
         weights[name] = pair if packed else deep_gemm.transform_fp4_weights(*pair, kind)
-        meant[name] = deep_gemm.dequantise(*pair, dtype=torch.float64)
     biases = torch.randn(experts, 2 * inner).bfloat16(), torch.randn(experts, width).bfloat16()
     given = {
         "x": torch.randn(tokens, width).bfloat16(),

@@ -42,6 +42,11 @@ class Helper(KernelFamily):
     constant_names: tuple[str, ...] = ()
     """The fields of the config that its template has."""
     archs: tuple[str, ...] = EVERY_ARCH
+    ships: bool = True
+    """Whether calls with default options on one GPU can need it."""
+
+    def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
+        return self.cases(arch) if self.ships else []
 
     @property
     def template_file(self) -> str:  # type: ignore[override]

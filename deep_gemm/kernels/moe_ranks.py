@@ -48,6 +48,7 @@ MEET = Helper(
     given=parse_arguments("const i64* peers, u32* epochs, u32 rank, u32 ranks, u32 which"),
     launched=_meet,
     constant_names=("num_threads",),
+    ships=False,
 )
 PULL = Helper(
     name="moe_pull",
@@ -60,6 +61,7 @@ PULL = Helper(
     ),
     launched=_pull,
     constant_names=("num_threads",),
+    ships=False,
 )
 RETURN = Helper(
     name="moe_return",
@@ -71,4 +73,5 @@ RETURN = Helper(
     ),
     launched=_return,
     constant_names=("num_threads",),
+    ships=False,
 )

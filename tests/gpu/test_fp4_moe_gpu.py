@@ -50,7 +50,7 @@ def test_results_are_near_those_in_float64(sizes: tuple[int, ...], activation: s
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
 def test_bits_repeat_and_one_graph_serves_all_choices(sizes: tuple[int, ...], kind: str) -> None:
     """Experts with all tokens, with none, and choices that are none."""
-    given = on_gpu(problem(kind, *sizes)[0])
+    given = on_gpu(problem(kind, *sizes, device=DEVICE)[0])
     y, call = torch.empty_like(given["x"]), FUNCTIONS[kind]
     wanted = call(**given, activation="swigluoai")
     for _ in range(30):

@@ -55,7 +55,7 @@ class OnGpu:
         there = {name: on_gpu(x) for name, x in operands.items()}
         addresses = {name: x.data_ptr() for name, x in there.items()}
         Launch(self.function, plan.shape, torch.cuda.current_stream().cuda_stream, plan.parameters, addresses)()
-        operands["d"].untyped_storage().copy_(there["d"].cpu().untyped_storage())
+        operands["d"].untyped_storage().copy_(there["d"].untyped_storage())
 
 
 DENSE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {

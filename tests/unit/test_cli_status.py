@@ -30,7 +30,7 @@ def run(*arguments: str | Path) -> Result:
         (["tune", "--learn", "EMPTY"], "nothing to learn"),
         (["tune", "--learn", "EMPTY", "--json"], "nothing to learn"),
         (["calibrate", "check", "EMPTY"], "no records of surveys"),
-        (["calibrate", "fit", "EMPTY", "--output", "OUT"], "too few rows"),
+        (["calibrate", "fit", "EMPTY", "--output", "OUT"], "hold no rows"),
         (["cache", "merge", "FOLDER"], "nothing was written"),
         (["compare", "fp8_gemm_nt", "--backends", "cublaslt", "--device", "cpu"], "nothing was compared"),
     ],

@@ -84,10 +84,10 @@ def test_drawing_calls_fails_if_one_misses(
 
 
 def test_every_family_ships(listed: list[KernelParams]) -> None:
-    """Not those that only calls with an epilogue need: they are compiled when they are first called."""
+    """Not those that only calls with an epilogue, or of several ranks, need: they are compiled when first called."""
     finishing = {family.name for family in GEMMS if family.template.gated}
     here = {name for name, kernel in kernels.registry().items() if SM90.name in kernel.archs}
-    assert {params.kernel for params in listed} == here - finishing
+    assert {params.kernel for params in listed} == here - finishing - {"moe_meet", "moe_pull", "moe_return"}
 
 
 def test_a_new_family_ships_with_its_serving_set(monkeypatch: pytest.MonkeyPatch) -> None:

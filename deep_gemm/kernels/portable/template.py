@@ -65,8 +65,8 @@ class MmaGemm(Template):
     """See ``templates/include/mma_gemm.cuh``. ``num_consumers`` times four warps multiply, and copy operands too.
     ``fp8``: with scales of 1x128 and of 128x128. ``grouped``: along M.
 
-    The kernels were compiled for every target, and run in emulation on a CPU. They have run on no GPU, and nothing in
-    them was measured."""
+    The kernels were compiled for every target, and run in emulation on a CPU. Built for Hopper, they gave exact results
+    on an H200; on no other GPU have they run. There BF16 reaches a third to half of cuBLASLt's speed at 4,096 rows."""
 
     file = "mma_gemm.cu.jinja"
     takes_epilogues = starts_early = True
