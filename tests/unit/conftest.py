@@ -10,6 +10,7 @@ import pytest
 from driver_fakes import driver, function
 from gpu_fakes import gpu
 
+from deep_gemm import options
 from deep_gemm.log import reset_warnings
 
 __all__ = ["driver", "function", "gpu"]
@@ -25,9 +26,10 @@ def _warnings_are_new() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _the_process_stays() -> Iterator[None]:
     """A test that leaves another `sys.path`, or other handlers of Ctrl-C, fails here, not in what its process runs
-    next."""
+    next. `deep_gemm.tuning` has its process use the times that it finds, which is undone."""
     path, handler = list(sys.path), signal.getsignal(signal.SIGINT)
     yield
+    options._options.measured_times = False
     after, sys.path[:] = list(sys.path), path
     found = signal.signal(signal.SIGINT, handler)
     assert (after, found) == (path, handler)
