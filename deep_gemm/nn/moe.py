@@ -234,9 +234,9 @@ class MoE(nn.Module):
         layers = self.gate_up, self.down
         if isinstance(self.gate_up, FP4GroupedLinear):
             half = all(each.bias is None or each.bias.dtype == torch.bfloat16 for each in layers)
-            return _CHAINS.get(f"mxfp4 {self.gate_up.activations}") if half else None
+            return _CHAINS[f"mxfp4 {self.gate_up.activations}"] if half else None
         is_stored = all(each.mode == "inference" for each in layers) and self.activation == "swiglu"
-        return _CHAINS.get("fp8") if is_stored else None
+        return _CHAINS["fp8"] if is_stored else None
 
     @staticmethod
     def _refuse_gradient(x: Tensor) -> None:
