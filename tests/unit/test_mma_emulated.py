@@ -84,17 +84,26 @@ def test_few_rows(make: Make, tile: tuple[Any, ...], options: dict[str, Any]) ->
         check_dense(emulated, min(m, 64), n, k, backwards=True)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", pytest.param("sm_120a", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    ("family", "tile", "options"),
-    [
-        ("mma_fp8", (64, 64, 128, 4, 1), {}),
-        ("mma_fp8", (128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads", "store": "direct"}),
-        ("mma_fp8_swapped", (16, 1), {}),
-        ("mma_fp8_swapped", (64, 1), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
-    ],
-    ids=str,
-)
+def each_once(cases: list[tuple[Any, ...]], others: list[str]) -> list[Any]:
+    """Every case with every other argument. In `make test` a case has one of them."""
+    return [
+        pytest.param(
+            *case, other, marks=[pytest.mark.long] * (i % len(others) != j), id="-".join(map(str, (*case, other)))
+        )
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+    ]
+
+
+FP8 = [
+    ("mma_fp8", (64, 64, 128, 4, 1), {}),
+    ("mma_fp8", (128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads", "store": "direct"}),
+    ("mma_fp8_swapped", (16, 1), {}),
+    ("mma_fp8_swapped", (64, 1), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
+]
+
+
+@pytest.mark.parametrize(("family", "tile", "options", "target"), each_once(FP8, ["sm_80", "sm_89", "sm_120a"]))
 def test_fp8(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str) -> None:
     emulated = make(case(family, tile, target, **options))
     for m, n, k in ((1, 64, 1024), (50, 200, 128), (61, 264, 432)):
@@ -116,20 +125,18 @@ def test_each_byte_is_widened_to_its_value(make: Make) -> None:
     torch.testing.assert_close(d[0], exact, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("form", ["contiguous", "psum", "masked"])
-@pytest.mark.parametrize(
-    ("family", "tile", "options"),
-    [
-        ("mma_grouped", (64, 64, 64, 4, 1), {"epilogue": "bias:f32+relu"}),
-        ("mma_grouped", (64, 128, 32, 4, 1), {"form": "nn", "store": "direct"}),
-        ("mma_fp8_grouped", (64, 128, 128, 4, 1), {}),
-        ("mma_grouped_swapped", (16, 1), {"epilogue": "bias:f32+relu"}),
-        ("mma_grouped_swapped", (64, 1), {"form": "nn", "store": "direct"}),
-        ("mma_fp8_grouped_swapped", (16, 2), {}),
-        ("mma_fp8_grouped_swapped", (32, 1), {}),
-    ],
-    ids=str,
-)
+GROUPED = [
+    ("mma_grouped", (64, 64, 64, 4, 1), {"epilogue": "bias:f32+relu"}),
+    ("mma_grouped", (64, 128, 32, 4, 1), {"form": "nn", "store": "direct"}),
+    ("mma_fp8_grouped", (64, 128, 128, 4, 1), {}),
+    ("mma_grouped_swapped", (16, 1), {"epilogue": "bias:f32+relu"}),
+    ("mma_grouped_swapped", (64, 1), {"form": "nn", "store": "direct"}),
+    ("mma_fp8_grouped_swapped", (16, 2), {}),
+    ("mma_fp8_grouped_swapped", (32, 1), {}),
+]
+
+
+@pytest.mark.parametrize(("family", "tile", "options", "form"), each_once(GROUPED, ["contiguous", "psum", "masked"]))
 def test_groups(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], form: str) -> None:
     check_groups(make(case(family, tile, "sm_89", grouping=form, **options)), [130, 0, 64, 5], 136, 272)
 

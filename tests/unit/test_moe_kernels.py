@@ -90,9 +90,19 @@ SIZES = [(1, 8, 2, 128), (7, 5, 3, 272), (40, 40, 4, 144), (3, 1500, 33, 1040)]
 """Tokens, experts, top_k, width: more choices than a warp takes at once, and more experts than a CTA has threads."""
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.parametrize("given", [(), ("weights", "stats")], ids=["plain", "weights and stats"])
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("masked", [False, True], ids=["psum", "masked"])
+@pytest.mark.parametrize(
+    ("masked", "fp8"),
+    [
+        pytest.param(False, False, id="psum-bf16", marks=LONG),
+        pytest.param(False, True, id="psum-fp8"),
+        pytest.param(True, False, id="masked-bf16"),
+        pytest.param(True, True, id="masked-fp8", marks=LONG),
+    ],
+)
 def test_tokens_are_sent_as_the_reference_sends_them(
     masked: bool, fp8: bool, given: tuple[str, ...], folder: Path
 ) -> None:
@@ -100,7 +110,7 @@ def test_tokens_are_sent_as_the_reference_sends_them(
         both(sizes, masked, fp8, given, folder, backwards=sizes[0] == 7)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["psum", "masked"])
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=LONG)], ids=["psum", "masked"])
 def test_tokens_are_copied_as_the_reference_copies_them(masked: bool, folder: Path) -> None:
     for sizes in SIZES:
         both(sizes, masked, False, ("copied",), folder)
@@ -174,7 +184,9 @@ def check_sums(
     assert torch.equal(found.tensors["y"], wanted.tensors["y"])
 
 
-@pytest.mark.parametrize("kind", ["plain", "weighted", "weighted and biased"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=LONG) for kind in ("plain", "weighted")), "weighted and biased"]
+)
 def test_rows_are_added_as_the_reference_adds_them(kind: str, folder: Path) -> None:
     for tokens, top_k, width in ((1, 1, 16), (5, 8, 272), (37, 6, 128), (2, 33, 4096)):
         check_sums(tokens, top_k, width, kind != "plain", folder, biased="biased" in kind)
@@ -235,8 +247,14 @@ def check_activation(
     assert unwritten == 60 - (found.tensors["places"] >= 0).sum(), "rows that no choice has are not written"
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("function", GATED)
+@pytest.mark.parametrize(
+    ("function", "fp8"),
+    [
+        pytest.param(function, fp8, marks=[LONG] * (fp8 != bool(i % 2)), id=f"{function}-{'fp8' if fp8 else 'bf16'}")
+        for i, function in enumerate(GATED)
+        for fp8 in (False, True)
+    ],
+)
 def test_activations_are_those_of_the_reference(function: str, fp8: bool, folder: Path) -> None:
     for columns, masked in ((96, True), (288, False), (1120, True)):
         check_activation(function, fp8, function == "swigluoai", masked, columns, folder)
