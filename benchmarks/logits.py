@@ -3,7 +3,8 @@
     python benchmarks/logits.py --output FILE --deepgemm DIRECTORY
 
 times single calls with a cold L2 (`timing.flush`) on one GPU; logits over pages also in graphs, whose steps have pages
-of their own or the same ones. Sizes are drawn from a seed. A row for each goes to FILE, and a line to the terminal.
+of their own or the same ones. Sizes are drawn from a seed. A row for each goes to FILE, and a line to the terminal; at
+the end the mean and the least of DeepGEMM's times over ours, of kinds and sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ import torch
 import deep_gemm
 from deep_gemm.backends.deepgemm import load
 from deep_gemm.bench import provenance
+from deep_gemm.bench.summary import geometric_mean
 from deep_gemm.testing import timing
 
 DIM, PAGE = 128, 64
 PRODUCTS = ((4096, 7168), (8192, 28672), (137, 28672))
 STEP_BYTES = 256 << 20
 """Bytes of keys that a graph reads before it reads the same ones again, if its steps have pages of their own."""
+
+SPANS = 200, 511, 999, 8192
+"""Ranges of the sizes of square prompts, by their ends."""
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -172,6 +177,25 @@ def measure(peer: Any) -> Iterator[dict[str, Any]]:
         yield row | {"mode": "flush"} | timing.flush(calls)
 
 
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of each kind, number of heads, mode and range of sizes, for results that are cleaned and that are not."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        span = next((each for each in SPANS if row["m"] <= each), 0) if row.get("kind") == "square" else 0
+        key = row["op"], row.get("kind", ""), row.get("heads", 0), row["mode"], span
+        peers = {"": ("us", "deepgemm_us"), ", cleaned": ("us", "deepgemm_cleaned_us")}
+        if "uncleaned_us" in row:
+            peers[""] = "uncleaned_us", "deepgemm_us"
+        for name, (ours, theirs) in peers.items():
+            if theirs in row:
+                found.setdefault((*key, name), []).append(row[theirs] / row[ours])
+    return [
+        f"{op} {kind} {heads} heads, {mode}{f', up to {span}' if span else ''}{how}: {len(ratios)} calls, "
+        f"mean {geometric_mean(ratios):.3f}, least {min(ratios):.3f}"
+        for (op, kind, heads, mode, span, how), ratios in found.items()
+    ]
+
+
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), help="Append rows to this file.")
 @click.option("--deepgemm", type=click.Path(path_type=Path), help="Where pip install --target put DeepGEMM.")
@@ -179,7 +203,9 @@ def main(output: Path | None, deepgemm: Path | None) -> None:
     """Time indexer logits and the prenorm product."""
     peer = load(deepgemm) if deepgemm is not None else None
     origin = provenance.environment()
+    rows = []
     for row in measure(peer):
+        rows.append(row)
         known = ("mode", "kind", "heads", "m", "n", "k", "prompts", "batch", "next_n", "length")
         sizes = " ".join(f"{name} {row[name]}" for name in known if name in row)
         work, unit = (row["flops"] / 1e6, "TFLOP/s") if "flops" in row else (row["bytes"] / 1e3, "GB/s")
@@ -188,6 +214,7 @@ def main(output: Path | None, deepgemm: Path | None) -> None:
         if output is not None:
             with output.open("a") as file:
                 file.write(json.dumps({**row, **origin}) + "\n")
+    click.echo("\n".join(summary(rows)))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,12 @@ if TYPE_CHECKING:
     from .layout import get_tma_aligned_size as get_tma_aligned_size
     from .layout import set_mk_alignment_for_contiguous_layout as set_mk_alignment_for_contiguous_layout
     from .layout import transform_sf_into_required_layout as transform_sf_into_required_layout
+    from .mega_moe import SymmBuffer as SymmBuffer
+    from .mega_moe import fp8_mega_moe as fp8_mega_moe
+    from .mega_moe import get_symm_buffer_for_mega_moe as get_symm_buffer_for_mega_moe
+    from .mega_moe import get_symm_buffer_for_sm90_mega_moe as get_symm_buffer_for_sm90_mega_moe
+    from .mega_moe import mega_moe_pre_dispatch_sm90 as mega_moe_pre_dispatch_sm90
+    from .mega_moe import transform_weights_for_mega_moe_sm90 as transform_weights_for_mega_moe_sm90
     from .moe import fp8_moe as fp8_moe
     from .operators import register_operators as register_operators
     from .ops.cast_reference import ceil_to_ue8m0 as ceil_to_ue8m0

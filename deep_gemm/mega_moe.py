@@ -1,8 +1,6 @@
 """DeepGEMM's fused mixture-of-experts layer for Hopper: its names, buffers and semantics, by the launches of
-`deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them.
-
-`deep_gemm` does not export these names, because callers ask by ``hasattr`` whether they work, and several ranks have
-not been run on several GPUs.
+`deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them. Several ranks have not been run on
+several GPUs.
 """
 
 from __future__ import annotations
@@ -39,10 +37,20 @@ class SymmBuffer:
 
     Attributes: ``x`` (rows, hidden) E4M3, ``x_sf`` (rows, hidden / 128) float32, ``topk_idx`` (rows, topk) int64,
     ``topk_weights`` (rows, topk) float32, ``num_max_tokens_per_rank``, which is rows, and ``group``.
+
+    >>> buffer = deep_gemm.SymmBuffer(None, 8, 100, 2, 256, 128)
+    >>> buffer.x_sf.shape, buffer.topk_idx.unique().tolist()
+    (torch.Size([128, 2]), [-1])
     """
 
     def __init__(
-        self, group: Any, num_experts: int, num_max_tokens_per_rank: int, num_topk: int, hidden: int, inner: int
+        self,
+        group: Any,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        num_topk: int,
+        hidden: int,
+        intermediate_hidden: int,
     ) -> None:
         self.ranks: int = 1 if group is None else group.size()
         self.rank: int = 0 if group is None else group.rank()
@@ -55,12 +63,12 @@ class SymmBuffer:
                 f"num_experts must be a multiple of the {self.ranks} ranks of group, but it is {num_experts}."
             )
         check_index("num_topk", num_topk, 1, num_experts, f"from 1 to {num_experts}, the number of experts")
-        for name, size in (("hidden", hidden), ("intermediate_hidden", inner)):
+        for name, size in (("hidden", hidden), ("intermediate_hidden", intermediate_hidden)):
             check_index(name, size, 1, MAX_SIZE, "a whole number from 1")
             if size % SCALE_BLOCK:
                 raise InvalidInputError(f"{name} must be a multiple of {SCALE_BLOCK}, but it is {size}.")
         self.group, self.num_experts, self.num_topk = group, num_experts, num_topk
-        self.hidden, self.intermediate_hidden = hidden, inner
+        self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
         self.num_max_tokens_per_rank = rows = align(num_max_tokens_per_rank, TOKEN_ALIGNMENT)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.epochs: Tensor | None = None
@@ -129,7 +137,7 @@ def get_symm_buffer_for_sm90_mega_moe(
 
     Raises InvalidInputError, which names the argument, and UnsupportedError for more than 32 ranks and other options.
 
-    >>> get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128).num_max_tokens_per_rank
+    >>> deep_gemm.get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128).num_max_tokens_per_rank
     128
     """
     if use_fp8_dispatch is not True:
@@ -154,7 +162,7 @@ def get_symm_buffer_for_mega_moe(
 ) -> SymmBuffer:
     """`get_symm_buffer_for_sm90_mega_moe`. ``num_shared_experts`` must be 0; ``mma_type`` has no effect on Hopper.
 
-    >>> get_symm_buffer_for_mega_moe(None, 8, 100, 2, 256, 128).x.shape
+    >>> deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 100, 2, 256, 128).x.shape
     torch.Size([128, 256])
     """
     if num_shared_experts != 0:
@@ -177,7 +185,7 @@ def transform_weights_for_mega_moe_sm90(l1: Quantized, l2: Quantized) -> tuple[Q
     Returns l1 with 8 rows of gate and 8 rows of up in turn, a copy, and its scales as they were; and l2.
 
     >>> values = torch.cat([torch.arange(16), -torch.arange(16)]).view(1, 32, 1).to(torch.float8_e4m3fn)
-    >>> (turned, _), _ = transform_weights_for_mega_moe_sm90((values, None), (None, None))
+    >>> (turned, _), _ = deep_gemm.transform_weights_for_mega_moe_sm90((values, None), (None, None))
     >>> turned[0, :, 0].int().tolist()[4:12]
     [4, 5, 6, 7, 0, -1, -2, -3]
     """
@@ -216,10 +224,10 @@ def mega_moe_pre_dispatch_sm90(
 
     Raises InvalidInputError, which names the argument, and UnsupportedError for another group_size.
 
-    >>> buffer = get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128)
+    >>> buffer = deep_gemm.get_symm_buffer_for_sm90_mega_moe(None, 8, 100, 2, 256, 128)
     >>> own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
     >>> x, chosen = torch.ones(3, 256).bfloat16(), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
-    >>> mega_moe_pre_dispatch_sm90(x, chosen, torch.ones(3, 2), *own, num_tokens=3)
+    >>> deep_gemm.mega_moe_pre_dispatch_sm90(x, chosen, torch.ones(3, 2), *own, num_tokens=3)
     >>> buffer.topk_idx[2:4].tolist()
     [[0, 1], [-1, -1]]
     """
@@ -280,6 +288,13 @@ def fp8_mega_moe(
 
     Results repeat bit for bit. Weights are read as they are. Raises InvalidInputError, which names the argument, and
     UnsupportedError for other options.
+
+    >>> buffer, y = deep_gemm.get_symm_buffer_for_mega_moe(None, 2, 100, 2, 256, 128), torch.ones(3, 256).bfloat16()
+    >>> w13 = torch.zeros(2, 256, 256).to(torch.float8_e4m3fn), torch.ones(2, 2, 2)
+    >>> w2 = torch.zeros(2, 256, 128).to(torch.float8_e4m3fn), torch.ones(2, 2, 1)
+    >>> deep_gemm.fp8_mega_moe(y, *deep_gemm.transform_weights_for_mega_moe_sm90(w13, w2), buffer)
+    >>> y.abs().max().item()
+    0.0
     """
     if tuple(recipe) != (SCALE_BLOCK,) * 3:
         raise UnsupportedError(f"recipe must be (128, 128, 128), but it is {shown(recipe)}.")

@@ -12,12 +12,10 @@ from typing import Any, NoReturn
 from deep_gemm.errors import UnsupportedError
 
 _TN = "FP8 products of MN-major groups. Call k_grouped_fp8_gemm_nt_contiguous with K-major ones"
-_MEGA_MOE = "fused mixture-of-experts layer. Build it from separate products"
+_MEGA_MOE = "fused mixture-of-experts layer of Blackwell. Call fp8_mega_moe, or fp8_fp4_moe with MXFP4 weights"
 
 REASONS = {
     "k_grouped_fp8_gemm_tn_contiguous": _TN,
-    "SymmBuffer": _MEGA_MOE,
-    "get_symm_buffer_for_mega_moe": _MEGA_MOE,
     "transform_weights_for_mega_moe": _MEGA_MOE,
     "fp8_fp4_mega_moe": _MEGA_MOE,
     "bf16_mega_moe": _MEGA_MOE,

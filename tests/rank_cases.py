@@ -2,6 +2,7 @@
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import deep_gemm
 from deep_gemm import mega_moe
+from deep_gemm.jit import Builder
+from deep_gemm.runtime import engine
 
 WIDTH, INNER, MOST = 256, 128, 128
 CLAMP = 2.0
@@ -43,18 +46,18 @@ class Layer:
         size = MOST * (WIDTH + WIDTH // 32 + 16 * top_k + top_k * WIDTH * 2) + (1 << 14)
         self.memory = [torch.zeros(size, dtype=torch.uint8, device=self.device) for _ in range(ranks)]
         sizes = experts, MOST, top_k, WIDTH, INNER
-        self.buffers = [mega_moe.get_symm_buffer_for_mega_moe(Group(self.memory, r), *sizes) for r in range(ranks)]
-        self.one = mega_moe.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes[2:])
+        self.buffers = [deep_gemm.get_symm_buffer_for_mega_moe(Group(self.memory, r), *sizes) for r in range(ranks)]
+        self.one = deep_gemm.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes[2:])
         given = problem(1, experts, top_k, WIDTH, INNER)
         first, second = (tuple(part.to(self.device) for part in given[name]) for name in ("gate_up", "down"))
-        self.weights = mega_moe.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
+        self.weights = deep_gemm.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
         self.stats = torch.zeros((ranks, experts // ranks), dtype=torch.int32, device=self.device)
         self.streams = [torch.cuda.Stream() for _ in range(ranks)] if self.device == "cuda" else []
 
     def wanted(self, tokens: dict[str, Tensor]) -> Tensor:
         fill(self.one, tokens, slice(None))
         y = torch.empty(len(tokens["x"]), WIDTH, device=self.device).bfloat16()
-        mega_moe.fp8_mega_moe(y, *self.weights, self.one, activation_clamp=CLAMP)
+        deep_gemm.fp8_mega_moe(y, *self.weights, self.one, activation_clamp=CLAMP)
         return y
 
     def found(self, tokens: dict[str, Tensor], counts: tuple[int, ...], late: dict[int, float]) -> Tensor:
@@ -72,7 +75,7 @@ class Layer:
         own = slice(rank * self.experts // self.ranks, (rank + 1) * self.experts // self.ranks)
         first, second = ((values[own], scales[own]) for values, scales in self.weights)
         more = {"num_tokens_bound": bound, "activation_clamp": CLAMP}
-        mega_moe.fp8_mega_moe(y, first, second, self.buffers[rank], self.stats[rank], **more)
+        deep_gemm.fp8_mega_moe(y, first, second, self.buffers[rank], self.stats[rank], **more)
 
     def _by_streams(
         self, y: Tensor, tokens: dict[str, Tensor], parts: list[slice], bound: int, late: dict[int, float]
@@ -120,7 +123,7 @@ class Layer:
 def fill(buffer: Any, tokens: dict[str, Tensor], rows: slice) -> None:
     x, chosen, weights = (tokens[name][rows].to(buffer.x.device) for name in ("x", "topk_idx", "topk_weights"))
     own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
-    mega_moe.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x))
+    deep_gemm.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x))
 
 
 def tokens_of(count: int, experts: int, top_k: int, seed: int, hot: bool) -> dict[str, Tensor]:
@@ -152,16 +155,35 @@ CASES: dict[str, tuple[int, int, int, tuple[int, ...], dict[int, float], bool]] 
 """Ranks, experts, top_k, tokens of each rank, ranks that are late, and whether all choose one expert."""
 
 
+IMPATIENT = ("moe_ranks.cuh", "1 << 26", "300")
+"""An edit of a header: ranks wait for less than a millisecond."""
+
+
+def without_the_other(_mesh: Any, headers: Path) -> str:
+    """A job of `spawned`: the error of a call that the other one of two ranks does not make, by device code of
+    ``headers``."""
+    builder = Builder(headers.parent / "cache", include_dir=headers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "default_builder", lambda: builder)
+        layer = Layer(patch, 2, 4, 1)
+        try:
+            layer.call(0, torch.empty(1, WIDTH, device="cuda").bfloat16(), 1)
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
 def over_gpus(mesh: Any) -> list[bool]:
     """A job of `spawned`: whether the results of calls are those of one rank."""
     rank, ranks, experts, top_k = mesh.get_rank(), mesh.size(), 16, 4
     given, found = problem(1, experts, top_k, WIDTH, INNER), []
     first, second = (tuple(part.cuda() for part in given[name]) for name in ("gate_up", "down"))
-    weights = mega_moe.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
+    weights = deep_gemm.transform_weights_for_mega_moe_sm90(first, second)  # type: ignore[arg-type]
     own = slice(rank * experts // ranks, (rank + 1) * experts // ranks)
     sizes = top_k, WIDTH, INNER
-    buffer = mega_moe.get_symm_buffer_for_mega_moe(mesh.get_group(), experts, MOST, *sizes)
-    one = mega_moe.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes)
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(mesh.get_group(), experts, MOST, *sizes)
+    one = deep_gemm.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes)
     for seed in range(20):
         counts = [(seed * 7 + 13 * each) % 100 for each in range(ranks)]
         tokens, begin = tokens_of(sum(counts), experts, top_k, seed, seed % 5 == 4), sum(counts[:rank])
@@ -170,7 +192,7 @@ def over_gpus(mesh: Any) -> list[bool]:
         fill(one, tokens, slice(None))
         y, whole = (torch.empty(count, WIDTH, device="cuda").bfloat16() for count in (counts[rank], sum(counts)))
         own_weights = [(values[own], scales[own]) for values, scales in weights]
-        mega_moe.fp8_mega_moe(y, *own_weights, buffer, num_tokens_bound=max(counts))
-        mega_moe.fp8_mega_moe(whole, *weights, one)
+        deep_gemm.fp8_mega_moe(y, *own_weights, buffer, num_tokens_bound=max(counts))
+        deep_gemm.fp8_mega_moe(whole, *weights, one)
         found.append(torch.equal(y, whole[part]))
     return found

@@ -50,7 +50,12 @@ CLIENTS = {
             *(*_ENGINE, "m_grouped_fp8_gemm_nt_masked", "fp8_mqa_logits", "fp8_paged_mqa_logits", *_HALF[:1]),
             *("bf16_gemm_nt", "bf16_gemm_nn", "bf16_gemm_tn", "m_grouped_bf16_gemm_nt_masked", "tf32_hc_prenorm_gemm"),
             *(*_ALIGNMENT, _THEORETICAL, *_SETTINGS, *_SCALES, _PACKED, "use_deterministic_algorithms"),
-            "get_deterministic_algorithms",
+            *(
+                "get_deterministic_algorithms",
+                "get_symm_buffer_for_mega_moe",
+                "fp8_mega_moe",
+                "mega_moe_pre_dispatch_sm90",
+            ),
         ),
     ),
     "transformers": Client(

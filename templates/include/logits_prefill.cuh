@@ -52,6 +52,7 @@ struct LogitShare {
   u32 block, tile, last_block, last_tile;
   bool begun;  // whether there is any, and the first block's queries and the first keys are being loaded
   bool plain;  // tiles are counted from key 0, whatever the ranges are
+  volatile u32 passed;  // blocks that the producer has passed, if columns are filled: see `fill`
 };
 
 template <class C, class Mma, class Arguments>
@@ -73,13 +74,13 @@ struct PrefillLogits {
   // for ranges. `plain` is false where there are too many.
   DG_DEVICE LogitShare plain_share() const {
     const u32 count = blocks(), tiles = ceil_div(arg.keys, kTileKeys);
-    LogitShare share{count, 0, count, 0, false, false};
+    LogitShare share{count, 0, count, 0, false, false, 0};
     if (count > gridDim.x) return share;
     const u32 parts = gridDim.x / count, each = ceil_div(tiles, parts);  // parts of a block
     if (each > kShortTiles) return share;
     share.plain = true;
     const u32 block = blockIdx.x / parts, tile = (blockIdx.x - block * parts) * each;
-    if (block < count && tile < tiles) share = LogitShare{block, tile, block, min_of(tiles, tile + each), true, true};
+    if (block < count && tile < tiles) share = LogitShare{block, tile, block, min_of(tiles, tile + each), true, true, 0};
     return share;
   }
 
@@ -116,7 +117,7 @@ struct PrefillLogits {
       if (lane >= step) before += other;
     }
     if (lane == 31) sums[thread / 32] = before;
-    if (thread == 0) share = LogitShare{blocks(), 0, blocks(), 0, false, false};
+    if (thread == 0) share = LogitShare{blocks(), 0, blocks(), 0, false, false, 0};
     __syncthreads();
     u32 total = 0;
 #pragma unroll
@@ -147,7 +148,7 @@ struct PrefillLogits {
     __syncthreads();
   }
 
-  DG_DEVICE void produce(const LogitShare& share, u32 lane) const {
+  DG_DEVICE void produce(LogitShare& share, u32 lane) const {
     LogitProducer<C> producer(places, lane, share.begun, 1, (share.begun ? 2 : 1) * C::kConsumers);
     Weights weights;
     KeyRange range;  // of a lane's query
@@ -180,6 +181,7 @@ struct PrefillLogits {
       }
       tile = 0;
       ++block;
+      if (lane == 0 && arg.filled > 0) share.passed = block - share.block;
       load_block(block);  // long before it is needed
       for (; done < units; ++done) {
         const u32 stage = producer.next_stage();
@@ -187,6 +189,7 @@ struct PrefillLogits {
       }
       done = 0;
     }
+    if (lane == 0) share.passed = 0xFFFFFFFF;
     producer.end();
   }
 
@@ -222,13 +225,21 @@ struct PrefillLogits {
   }
 
   // By a warp of `warps`: writes minus infinity. Its lanes find the gaps of 32 rows at a time, since ranges come from L2 or HBM: a row after
-  // the other would wait for each.
-  DG_DEVICE void fill(u32 warp, u32 warps, u32 lane) const {
+  // the other would wait for each. Rows are written in step with the producer's blocks: queries and keys come from HBM, too, and are late
+  // while it takes as many writes as it can.
+  DG_DEVICE void fill(const LogitShare& share, u32 warp, u32 warps, u32 lane) const {
     const u32 parts = ceil_div(arg.filled, kFillColumns), step = gridDim.x * warps;
-    const u64 all = static_cast<u64>(arg.rows) * parts;
-    for (u64 index = blockIdx.x + gridDim.x * warp; index < all; index += 32 * step) {
+    const u64 all = static_cast<u64>(arg.rows) * parts, begin = blockIdx.x + gridDim.x * warp;
+    const u32 rows = static_cast<u32>((all + step - 1 - begin) / step), blocks = share.last_block - share.block + 1;
+    u32 row = 0;
+    for (u64 index = begin; index < all; index += 32 * step) {
       const Gaps own = gaps(index + lane * step, parts);
-      for (u32 i = 0; i < 32 && index + i * step < all; ++i) {
+      for (u32 i = 0; i < 32 && index + i * step < all; ++i, ++row) {
+        const WaitBound bound;
+        while (share.begun && static_cast<u64>(share.passed) * rows < static_cast<u64>(row) * blocks) {
+          bound.check();
+          asm volatile("nanosleep.u32 %0;" ::"r"(100u) : "memory");
+        }
         const Gaps gaps = own.shuffled(i);
 #pragma unroll
         for (u32 side = 0; side < 2; ++side) {
@@ -281,7 +292,7 @@ struct PrefillLogits {
         produce(found, lane);
       } else {
         prefetch_scales(found, threadIdx.x - 128 * C::kConsumers - 32);
-        if (!found.plain) fill(warp - 4 * C::kConsumers - 1, 3, lane);
+        if (!found.plain) fill(found, warp - 4 * C::kConsumers - 1, 3, lane);
       }
     } else {
       registers_grow<C::kConsumerRegisters>();

@@ -10,7 +10,7 @@ from moe_cases import ERROR, SIZES, exact, problem, relative
 from torch import Tensor
 
 import deep_gemm
-from deep_gemm import mega_moe, nn, quantize
+from deep_gemm import nn, quantize
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 LARGE = [(1, 256, 8, 1024, 256), (64, 256, 8, 1024, 256), (300, 64, 6, 2048, 512), (4096, 256, 8, 512, 128)]
@@ -142,15 +142,15 @@ def filled(given: dict[str, Any], most: int = 256) -> tuple[Any, Any]:
     """A buffer with the tokens, and the weights as `fp8_mega_moe` takes them."""
     experts, double, width = given["gate_up"][0].shape
     top_k = given["topk_idx"].shape[1]
-    buffer = mega_moe.get_symm_buffer_for_mega_moe(None, experts, most, top_k, width, double // 2)
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, experts, most, top_k, width, double // 2)
     fill(buffer, given)
-    return buffer, mega_moe.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
+    return buffer, deep_gemm.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
 
 
 def fill(buffer: Any, given: dict[str, Any], rows: slice = slice(None)) -> None:
     own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
     x, chosen, weights = (given[name][rows] for name in ("x", "topk_idx", "topk_weights"))
-    mega_moe.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x), routed_scaling_factor=2.5)
+    deep_gemm.mega_moe_pre_dispatch_sm90(x, chosen.int(), weights, *own, num_tokens=len(x), routed_scaling_factor=2.5)
 
 
 @pytest.mark.limit(300)
@@ -165,7 +165,7 @@ def test_deepgemms_layer_has_the_bits_of_separate_calls(sizes: tuple[int, ...]) 
     wanted = separate(**given, clamp=clamp, before_cast=True)
     for bound in range(sizes[0], sizes[0] + 100):
         y, options = torch.empty_like(wanted), {"activation_clamp": clamp, "num_tokens_bound": bound}
-        mega_moe.fp8_mega_moe(y, *weights, buffer, cumulative_local_expert_recv_stats=stats, **options)
+        deep_gemm.fp8_mega_moe(y, *weights, buffer, cumulative_local_expert_recv_stats=stats, **options)
         assert torch.equal(y, wanted), bound
     assert relative(wanted, exact(**given, clamp=clamp)) < ERROR
     assert stats.tolist() == [100 * int((given["topk_idx"] == expert).sum()) for expert in range(sizes[1])]
@@ -176,10 +176,10 @@ def test_one_graph_of_deepgemms_layer_serves_all_counts() -> None:
     given = large(200, 32, 4, 512, 256)
     buffer, weights = filled(given)
     y = torch.empty(256, 512, device=DEVICE).bfloat16()
-    mega_moe.fp8_mega_moe(y, *weights, buffer)
+    deep_gemm.fp8_mega_moe(y, *weights, buffer)
     graph, whole = torch.cuda.CUDAGraph(), y.clone()
     with torch.cuda.graph(graph):
-        mega_moe.fp8_mega_moe(y, *weights, buffer)
+        deep_gemm.fp8_mega_moe(y, *weights, buffer)
     for count in (0, 1, 63, 64, 65, 200):
         fill(buffer, given, slice(count))
         graph.replay()
@@ -192,12 +192,12 @@ def test_a_thousand_calls_of_deepgemms_layer() -> None:
     rng, given = random.Random(2), large(200, 32, 4, 512, 256)
     buffer, weights = filled(given)
     wanted = torch.empty(200, 512, device=DEVICE).bfloat16()
-    mega_moe.fp8_mega_moe(wanted, *weights, buffer)
+    deep_gemm.fp8_mega_moe(wanted, *weights, buffer)
     wrong = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(1000):
         count = rng.randint(0, 200)
         fill(buffer, given, slice(count))
         y = torch.empty(count, 512, device=DEVICE).bfloat16()
-        mega_moe.fp8_mega_moe(y, *weights, buffer, num_tokens_bound=200)
+        deep_gemm.fp8_mega_moe(y, *weights, buffer, num_tokens_bound=200)
         wrong += (y[:count].view(torch.int16) != wanted[:count].view(torch.int16)).sum()
     assert wrong.item() == 0

@@ -1,12 +1,15 @@
 """Mixtures of experts over several ranks on one GPU, where a rank is a stream with a part of the SMs, and over GPUs."""
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 import spawned
 import torch
 from gpu_cases import DEVICE
-from rank_cases import CASES, Layer, compare, over_gpus
+from headers import edited_headers
+from rank_cases import CASES, IMPATIENT, Layer, compare, over_gpus, without_the_other
 
 pytestmark = [pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU"), pytest.mark.limit(300)]
 
@@ -25,6 +28,14 @@ def test_counts_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch) -> Non
     for seed in range(50):
         counts = tuple(rng.choice((0, 1, rng.randint(1, 100))) for _ in range(4))
         compare(layer, (*counts[:3], max(1, counts[3])), seed, {rng.randrange(4): 0.002})
+
+
+def test_a_wait_traps_in_the_end(tmp_path: Path) -> None:
+    """In a process of its own, whose context is of no use then."""
+    file, old, new = IMPATIENT
+    headers = edited_headers(tmp_path / "include", file, (old, new))
+    (said,) = spawned.run(without_the_other, headers, size=1, device="cuda")
+    assert re.search("launch.fail", said, re.IGNORECASE), said
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -17,20 +17,20 @@ SIZES = [(1, 8, 2), (2, 8, 2), (7, 16, 6), (64, 32, 8), (65, 12, 6), (150, 8, 3)
 
 
 def buffer_of(experts: int, top_k: int, tokens: int = 150, group: Any = None) -> Any:
-    return mega_moe.get_symm_buffer_for_mega_moe(group, experts, tokens, top_k, HIDDEN, INNER)
+    return deep_gemm.get_symm_buffer_for_mega_moe(group, experts, tokens, top_k, HIDDEN, INNER)
 
 
 def fill(buffer: Any, given: dict[str, Any], factor: float = 1.0) -> None:
     own = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
     chosen = given["topk_idx"].int()
     more = {"num_tokens": len(given["x"]), "group_size": 128, "routed_scaling_factor": factor}
-    mega_moe.mega_moe_pre_dispatch_sm90(given["x"], chosen, given["topk_weights"], *own, **more)
+    deep_gemm.mega_moe_pre_dispatch_sm90(given["x"], chosen, given["topk_weights"], *own, **more)
 
 
 def run(buffer: Any, given: dict[str, Any], tokens: int, **options: Any) -> Tensor:
     y = torch.full((tokens, HIDDEN), 7.0).bfloat16()
-    l1, l2 = mega_moe.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
-    mega_moe.fp8_mega_moe(y, l1, l2, buffer, recipe=(128, 128, 128), activation="swiglu", **options)
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
+    deep_gemm.fp8_mega_moe(y, l1, l2, buffer, recipe=(128, 128, 128), activation="swiglu", **options)
     return y
 
 
@@ -72,11 +72,11 @@ def test_bits_are_those_of_fp8_moe_where_weights_are_ones(sizes: tuple[int, ...]
     given["topk_weights"] = torch.ones(given["topk_weights"].shape)
     buffer = buffer_of(*sizes[1:])
     fill(buffer, given)
-    weights = mega_moe.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
+    weights = deep_gemm.transform_weights_for_mega_moe_sm90(given["gate_up"], given["down"])
     plain = mega_moe.moe_chain.experts
     monkeypatch.setattr(mega_moe.moe_chain, "experts", lambda *call: (seen.extend(call), plain(*call)))
     y = torch.empty(sizes[0], HIDDEN).bfloat16()
-    mega_moe.fp8_mega_moe(y, *weights, buffer, activation_clamp=0.5)
+    deep_gemm.fp8_mega_moe(y, *weights, buffer, activation_clamp=0.5)
     assert [tensor.data_ptr() for tensor in seen[3:7]] == [x.data_ptr() for pair in weights for x in pair]
     monkeypatch.undo()
     assert torch.equal(y, deep_gemm.fp8_moe(**given, clamp=0.5))
@@ -126,17 +126,17 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
     (lambda: buffer_of(8, 9), InvalidInputError, "num_topk must be from 1 to 8, the number of experts, but it is 9"),
     (lambda: buffer_of(8, 2, tokens=0), InvalidInputError, "num_max_tokens_per_rank must be a whole number from 1"),
     (
-        lambda: mega_moe.get_symm_buffer_for_mega_moe(None, 8, 8, 2, 200, 128),
+        lambda: deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 8, 2, 200, 128),
         InvalidInputError,
         "hidden must be a multiple of 128, but it is 200",
     ),
     (
-        lambda: mega_moe.get_symm_buffer_for_mega_moe(None, 8, 8, 2, 128, 128, num_shared_experts=1),
+        lambda: deep_gemm.get_symm_buffer_for_mega_moe(None, 8, 8, 2, 128, 128, num_shared_experts=1),
         UnsupportedError,
         "num_shared_experts must be 0, but it is 1",
     ),
     (
-        lambda: mega_moe.get_symm_buffer_for_sm90_mega_moe(None, 8, 8, 2, 128, 128, use_fp8_dispatch=False),
+        lambda: deep_gemm.get_symm_buffer_for_sm90_mega_moe(None, 8, 8, 2, 128, 128, use_fp8_dispatch=False),
         UnsupportedError,
         "use_fp8_dispatch must be True",
     ),
@@ -158,7 +158,9 @@ WRONG: list[tuple[Any, type[Exception], str]] = [
         r"stats must be torch.int32 \(8,\), but it is torch.float32",
     ),
     (
-        lambda: mega_moe.fp8_mega_moe(torch.empty(1, 256).bfloat16(), GIVEN["gate_up"], GIVEN["down"], buffer_of(9, 2)),
+        lambda: deep_gemm.fp8_mega_moe(
+            torch.empty(1, 256).bfloat16(), GIVEN["gate_up"], GIVEN["down"], buffer_of(9, 2)
+        ),
         InvalidInputError,
         r"l1_weights must have the shape \(9, 256, 256\), as sym_buffer has experts of a rank and sizes, but it is",
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emulation import Emulated
-from rank_cases import CASES, INNER, WIDTH, Group, Layer, compare
+from rank_cases import CASES, IMPATIENT, INNER, WIDTH, Group, Layer, compare
 from torch import Tensor
 
 from deep_gemm import InvalidInputError, UnsupportedError, kernels, mega_moe
@@ -92,9 +92,6 @@ def run_case(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *edits: A
 @pytest.mark.parametrize("name", CASES)
 def test_device_code_gives_the_bits_of_one_rank(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     run_case(name, monkeypatch, folder)
-
-
-IMPATIENT = ("moe_ranks.cuh", "1 << 26", "300")
 
 
 def test_a_wait_traps_in_the_end(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
