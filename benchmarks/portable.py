@@ -7,7 +7,8 @@ weights, or in single calls with a cold L2 ("flush"). Of the family, the tiles t
 row for each shape goes to FILE: the time of the peer, and that of each tile, the chosen one first. The table printed
 last has the least ratio and the mean of each part, for the chosen tile and for the best one.
 
-FP8 is widened in registers, as for compute capabilities 8.0 and 8.6.
+FP8 is widened in registers: with up to 16 rows by the instruction of compute capability 8.9 and later, with more by
+others, as for 8.0 and 8.6.
 """
 
 from __future__ import annotations

@@ -130,6 +130,9 @@ inline void ptx_cp_async_cg_shared_global_L2_128B(u32 to, const u8* from, u32 si
   for (u32 i = 0; i < 4; ++i) ++cta::words[to / 4 + i].in_flight;
   cta::current->open.push_back(copy);
 }
+inline void ptx_cp_async_cg_shared_global_L2_cache_hint_L2_128B(u32 to, const u8* from, u32 size, u32 count, u64) {
+  ptx_cp_async_cg_shared_global_L2_128B(to, from, size, count);
+}
 inline void ptx_cp_async_commit_group() {
   cta::current->groups.push_back(std::move(cta::current->open));
   cta::current->open.clear();
@@ -147,6 +150,11 @@ inline void ptx_cp_async_wait_group(u32 pending) {
 }
 inline void ptx_ld_shared_u32(u32& x, u32 at) { x = cta::read<u32>(at); }
 inline void ptx_st_shared_u32(u32 at, u32 x) { cta::write(at, x); }
+inline void ptx_ld_shared_v4_f32(float& x, float& y, float& z, float& w, u32 at) {
+  const float4 all = cta::read<float4>(at);
+  x = all.x, y = all.y, z = all.z, w = all.w;
+}
+inline void ptx_st_shared_v4_f32(u32 at, float x, float y, float z, float w) { cta::write(at, float4{x, y, z, w}); }
 
 struct Matrices {
   u32 address;
@@ -262,6 +270,7 @@ template <class T> void ptx_mov_u16(u16& x, T y) { x = y; }
 inline void ptx_mov_f32(float& x, float y) { x = y; }
 template <class T, class U> void ptx_mov_b32(T& x, U y) { static_assert(sizeof(T) == 4 && sizeof(U) == 4); memcpy(&x, &y, 4); }
 inline void ptx_mov_b32(u32& x, u16 low, u16 high) { x = low | static_cast<u32>(high) << 16; }
+inline void ptx_mov_b32(u16& low, u16& high, u32 x) { low = x, high = x >> 16; }
 inline void ptx_ld_relaxed_gpu_global_u64(u64& x, const void* at) { x = cta::load<u64>(at); }
 inline void ptx_st_relaxed_gpu_global_u64(void* at, u64 x) { cta::store(at, x); }
 inline void ptx_st_global_v4_f32(void* at, float x, float y, float z, float w) {
@@ -294,7 +303,10 @@ inline void ptx_nanosleep_u32(u32) { usleep(20); }  // others are threads of the
 inline void ptx_prmt_b32(u32& d, u32 a, u32 b, u32 which) {
   const u64 bytes = static_cast<u64>(b) << 32 | a;
   d = 0;
-  for (u32 i = 0; i < 4; ++i) d |= static_cast<u32>(bytes >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 byte = bytes >> (which >> 4 * i & 7) * 8 & 0xff, sign = byte >> 7 ? 0xff : 0;
+    d |= (which >> 4 * i & 8 ? sign : byte) << 8 * i;
+  }
 }
 inline u32 __funnelshift_r(u32 low, u32 high, u32 shift) { return (static_cast<u64>(high) << 32 | low) >> (shift & 31); }
 inline void ptx_mul_rn_bf16x2(u32& d, u32 a, u32 b) {
@@ -322,6 +334,7 @@ inline void ptx_fma_rn_f16x2(u32& d, u32 x, u32 y, u32 z) {  // float64 holds a 
 inline void ptx_setp_ne_u32(bool& p, u32 x, u32 y) { p = x != y; }
 inline void ptx_cvt_rn_bf16x2_f32(u32& d, float high, float low) { d = to_bf16(low) | static_cast<u32>(to_bf16(high)) << 16; }
 inline void ptx_cvt_rn_f16x2_f32(u32& d, float high, float low) { d = to_f16(low) | static_cast<u32>(to_f16(high)) << 16; }
+inline void ptx_cvt_rn_f16x2_e4m3x2(u32& d, u16 x) { d = to_f16(from_e4m3(x)) | static_cast<u32>(to_f16(from_e4m3(x >> 8))) << 16; }
 inline void ptx_cvt_f32_f16(float& d, u16 x) { d = from_f16(x); }
 inline float flushed(float x) { return std::fabs(x) < 1.17549435e-38f ? std::copysign(0.0f, x) : x; }
 inline void ptx_ex2_approx_ftz_f32(float& d, float x) { d = flushed(std::exp2(x)); }

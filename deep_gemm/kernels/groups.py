@@ -49,6 +49,12 @@ _WARPS = 8
 
 _LEAST_BLOCKS = 4
 """Blocks of K in a part of a product with swapped operands: what a part costs beside them is little then."""
+FEW_TOKENS, _LEAST_BLOCKS_OF_WARPS, _LEAST_PARTS = 16, 6, 3
+"""Rows of tiles whose warps have blocks of K of their own; blocks of four such warps in a part, at least; and parts, if
+there are several. Then they take one CTA on each SM. Their meeting takes longer than what more CTAs gain, and two parts
+were slower than one on an H200 in five shapes of five."""
+_MEETING_US = 1.2
+"""What parts of products with few rows take to meet in memory: 1.1 to 1.5 us on an H200."""
 _MOST_PARTS = 255
 """Parts that are counted in a byte."""
 
@@ -208,6 +214,10 @@ def parts(config: GemmConfig, spec: GemmSpec) -> int:
     if not config.parts:
         return 1
     size, blocks = config.cluster_size, ceil_div(spec.k, config.block_k)
+    if config.block_m <= FEW_TOKENS:
+        blocks_of_warps = blocks // (_LEAST_BLOCKS_OF_WARPS * config.num_consumers)
+        found = min(spec.num_sms // _tiles(spec, config), blocks_of_warps, _MOST_PARTS)
+        return found if found >= _LEAST_PARTS else 1
     least = _LEAST_BLOCKS if config.swap_ab else 1
     room = int(PACKING[size] * spec.num_sms * config.ctas_per_sm / size) // _tiles(spec, config)
     return max(1, min(room, blocks // (size * least), _MOST_PARTS))
@@ -232,6 +242,7 @@ def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: Ge
     each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=ceil_div(spec.k, count)))
     return each._replace(
         traffic=max(0.0, whole.traffic + whole.first - each.first),
+        prologue_us=each.prologue_us + (_MEETING_US if config.swap_ab else 0.0),
         exchanges=each.exchanges + 1,
         exchanged=each.exchanged + count * config.block_m * config.block_n / config.cluster_size,
     )

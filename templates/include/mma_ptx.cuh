@@ -1,5 +1,5 @@
 // PTX of the kernels that multiply with mma.sync, one function for an instruction. All of it is in compute capability 8.0, but for the
-// products of FP8. tests/emulation.py runs these functions on a CPU.
+// products of FP8 and what says so. tests/emulation.py runs these functions on a CPU.
 #pragma once
 #include "types.cuh"
 
@@ -11,6 +11,19 @@ enum MmaKind : u32 { kMmaBf16, kMmaF16, kMmaE4m3, kMmaE4m3Scaled, kMmaWidened };
 DG_DEVICE void copy_async(u32 to, const u8* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
+
+// The L2 policy evict-first, as in tma.cuh, for operands that are not needed again soon.
+constexpr u64 kEvictFirst = 0x12F0000000000000;
+DG_DEVICE void copy_async(u32 to, const u8* from, u32 bytes, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
+}
+
+// Fetches into L2; the first function from compute capability 9.0 on, for addresses and counts that are multiples of 16.
+DG_DEVICE void prefetch_bytes(const u8* from, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+DG_DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // Ends a group of this thread's copies, which may be empty.
 DG_DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -72,6 +85,19 @@ DG_DEVICE u32 multiply_add_halves(u32 x, u32 y, u32 z) {
   u32 sum;
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(x), "r"(y), "r"(z));
   return sum;
+}
+
+// Four bytes of E4M3 as FP16; from compute capability 8.9 on.
+DG_DEVICE void widen_fp8(u32 x, u32& low, u32& high) {
+  asm("{\n .reg .b16 first, second;\n mov.b32 {first, second}, %2;\n"
+      " cvt.rn.f16x2.e4m3x2 %0, first;\n cvt.rn.f16x2.e4m3x2 %1, second;\n}" : "=r"(low), "=r"(high) : "r"(x));
+}
+
+// The bytes of x that four digits of `which` name; with 8 added, bytes of their signs.
+DG_DEVICE u32 permute_bytes(u32 x, u32 which) {
+  u32 y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(which));
+  return y;
 }
 
 DG_DEVICE float load_global(const float* from) {

@@ -46,16 +46,17 @@ struct MmaScales {
     a = arg.scale_a + block * arg.scale_a_stride + at;
   }
 
+  // Those of the next block; after it comes the one that is `blocks` further.
   template <class Kernel>
-  DG_DEVICE void load(const Kernel& kernel) {
+  DG_DEVICE void load(const Kernel& kernel, u32 blocks = 1) {
 #pragma unroll
     for (u32 i = 0; i < kRows; ++i) {
       const u32 row = kSwapped ? i / 2 * 8 + i % 2 : i * 8;
       of_rows[i] = row < rows ? load_global(a + row) : 0.0f;
     }
     of_columns = load_global(b);
-    a += kernel.arg.scale_a_stride;
-    b += kernel.arg.scale_b_stride_k;
+    a += blocks * kernel.arg.scale_a_stride;
+    b += blocks * kernel.arg.scale_b_stride_k;
   }
 
   DG_DEVICE Factors take() const {

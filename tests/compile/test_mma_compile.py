@@ -12,7 +12,7 @@ from deep_gemm import arch, kernels
 from deep_gemm.jit import Builder, sass
 from deep_gemm.jit.binary import Binary
 from deep_gemm.kernels.portable import PORTABLE
-from deep_gemm.kernels.portable.template import WIDENING, warp_tile
+from deep_gemm.kernels.portable.template import DECODE_WIDENING, WIDENING, warp_tile
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
 
@@ -20,10 +20,16 @@ TARGETS = (*PORTABLE[0].archs, arch.SM90.name)
 """Also Hopper's, where they are not chosen, but can be tested on a GPU; a few kernels spill some bytes there."""
 
 
+def sums_of_a_warp(params: KernelParams) -> tuple[int, int]:
+    """Rows and columns. Warps that have blocks of K of their own have all of the tile."""
+    c = params.gemm
+    return (c.block_n, c.block_m) if "decode" in params.kernel else warp_tile(c)
+
+
 def products(params: KernelParams) -> tuple[str, int]:
     """Instructions of a block of K in a warp: QMMA of FP8 where the target has it, and HMMA otherwise. A step is 32
     bytes of K, which are 16 or 32 elements. FP8 that is widened takes two."""
-    rows, columns = warp_tile(params.gemm)
+    rows, columns = sums_of_a_warp(params)
     count = rows // 16 * columns // 8 * (params.gemm.block_k * (1 if params.dtype == "e4m3" else 2) // 32)
     if params.dtype != "e4m3":
         return "HMMA", count
@@ -55,17 +61,21 @@ def test_the_largest_tile_of_each_family(target: str, tmp_path: Path) -> None:
     check(tmp_path, [family.case(family.configs(found)[-1], found) for family in PORTABLE])
 
 
-def test_widening_takes_the_instructions_that_the_model_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "of_integers", "of_halves"), [("mma_fp8", 7, 6), ("mma_fp8_decode", 6, 4)])
+def test_widening_takes_the_instructions_that_the_model_counts(
+    name: str, of_integers: int, of_halves: int, tmp_path: Path
+) -> None:
     """Also those by which NaN stays NaN: 0 times a number that may be infinite is not left out."""
-    family = kernels.gemm_family("mma_fp8")
+    family = kernels.gemm_family(name)
     params = family.case(family.configs(arch.SM80)[-1], arch.SM80)
     (binary,) = built(tmp_path, [params])
     text = sass(binary.cubin)
-    words = sum(warp_tile(params.gemm)) * text.count("HMMA.") // products(params)[1]
+    words = sum(sums_of_a_warp(params)) * text.count("HMMA.") // products(params)[1]
     halves = len(re.findall(r"\bH(?:FMA2|MUL2)\b", text))
-    integers = len(re.findall(r"LOP3\.LUT|SHF\.R|IMAD\.SHL", text))
-    assert halves == 6 * words
-    assert 0.95 * WIDENING * words < halves + integers < 1.15 * WIDENING * words
+    integers = len(re.findall(r"LOP3\.LUT|SHF\.R|IMAD\.SHL|PRMT|SHF\.L", text))
+    assert of_integers + of_halves == (WIDENING if name == "mma_fp8" else DECODE_WIDENING)
+    assert halves == of_halves * words
+    assert 0.95 * of_integers * words < integers < 1.25 * of_integers * words
 
 
 def test_the_loop_over_k_has_no_branches_beside_its_own(tmp_path: Path) -> None:

@@ -3,17 +3,20 @@ compute what they compute in emulation, and whole calls have exact results when 
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from forced import load
+from forced import load, nvrtc
 from gpu_cases import DEVICE
+from headers import edited_headers
 from mma_cases import ALL, case, check_dense, check_groups
 from torch import Tensor
 
 import deep_gemm
 from deep_gemm import arch, kernels
+from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.launch import Launch
 from deep_gemm.kernels.portable import PORTABLE
 from deep_gemm.params import KernelParams
@@ -39,9 +42,10 @@ def on_gpu(x: Tensor) -> Tensor:
 class OnGpu:
     """A kernel of ``params``, as `Run` of mma_cases."""
 
-    def __init__(self, params: KernelParams) -> None:
+    def __init__(self, params: KernelParams, builder: Builder | None = None) -> None:
         self.params = params
-        self.function = load(params, engine.build(params))
+        binary = engine.build(params) if builder is None else builder.build(engine.build_request(params))
+        self.function = load(params, binary)
 
     def __call__(
         self,
@@ -65,9 +69,17 @@ DENSE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "float32, c": ("mma_gemm", (256, 128, 32, 8, 1), {"output": "f32", "adds_c": "threads"}),
     "an epilogue": ("mma_gemm", (128, 128, 32, 4, 2), {"adds_c": "threads", "epilogue": parse(ALL)}),
     **{f"few rows {tile}": ("mma_swapped", tile, {}) for tile in kernels.gemm_family("mma_swapped").serving},
+    **{f"decode {tile}": ("mma_decode", tile, {}) for tile in kernels.gemm_family("mma_decode").serving},
+    "decode, nn": ("mma_decode", (16, 64, 4, 1), {"form": "nn"}),
+    "decode, an epilogue": (
+        "mma_decode",
+        (16, 32, 8, 1),
+        {"output": "f32", "adds_c": "threads", "epilogue": parse(ALL)},
+    ),
     "few rows, nn": ("mma_swapped", (32, 1), {"form": "nn", "output": "f32", "adds_c": "threads"}),
     **{f"fp8 {tile}": ("mma_fp8", tile, {}) for tile in kernels.gemm_family("mma_fp8").serving},
-    "few rows of fp8": ("mma_fp8_swapped", (16, 2), {}),
+    **{f"decode fp8 {tile}": ("mma_fp8_decode", tile, {}) for tile in kernels.gemm_family("mma_fp8_decode").serving},
+    "few rows of fp8": ("mma_fp8_swapped", (32, 2), {}),
     "64 rows of fp8": ("mma_fp8_swapped", (64, 1), {"output": "f32", "adds_c": "threads", "epilogue": parse(ALL)}),
 }
 SIZES = ((1, 64, 1), (63, 200, 72), (300, 520, 1000), (1000, 1032, 300))
@@ -78,9 +90,24 @@ FEW = ((1, 64, 1000), (16, 1000, 4096), (13, 75, 520), (64, 2112, 7168))
 def test_a_product_is_exact(name: str) -> None:
     family, tile, options = DENSE[name]
     run = OnGpu(case(family, tile, target(), **options))
-    for m, n, k in FEW if "swapped" in family else SIZES:
+    few = "swapped" in family or "decode" in family
+    for m, n, k in FEW if few else SIZES:
         k = -(-k // 16) * 16 if "fp8" in family else k
-        check_dense(run, min(m, tile[0]) if "swapped" in family else m, n + 3 * (run.params.store == "direct"), k)
+        check_dense(run, min(m, tile[0]) if few else m, n + 3 * (run.params.store == "direct"), k)
+
+
+def test_fp8_is_widened_by_integers(tmp_path: Path) -> None:
+    """As on targets without the instruction that does it."""
+    edits = (
+        ("kWidened = kCapability >= 890 ?", "kWidened = false ?"),
+        ("if constexpr (kCapability >= 890)", "if constexpr (false)"),
+    )
+    builder = Builder(compiler=nvrtc(), include_dir=edited_headers(tmp_path / "include", "mma_decode.cuh", *edits))
+    for tile in kernels.gemm_family("mma_fp8_decode").serving:
+        params = case("mma_fp8_decode", tile, target())
+        run = OnGpu(params, builder)
+        for m, n, k in FEW:
+            check_dense(run, min(m, tile[0]), n, -(-k // 16) * 16)
 
 
 @pytest.mark.parametrize("form", ["contiguous", "psum", "masked"])

@@ -69,8 +69,25 @@ def test_outputs(make: Make, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tile", "options"),
     [
-        ((16, 1), {}),
-        ((16, 2), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
+        ((8, 32, 8, 1), {}),
+        ((16, 64, 4, 1), {"form": "nn"}),
+        ((16, 16, 8, 1), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
+        ((8, 32, 4, 2), {"dtype": "f16", "output": "f16", "adds_c": "threads"}),
+    ],
+    ids=str,
+)
+def test_decode(make: Make, tile: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Each warp has blocks of K, or none. K is split where tiles are few, and sums are added in order."""
+    emulated = make(case("mma_decode", tile, **options))
+    for m, n, k in ((1, 64, 4096), (tile[0], 200, 72), (tile[0] - 3, 75, 520), (5, 48, 1640)):
+        check_dense(emulated, m, n, k)
+        check_dense(emulated, m, n, k, backwards=True)
+
+
+@pytest.mark.parametrize(
+    ("tile", "options"),
+    [
+        ((32, 2), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
         ((32, 1), {"form": "nn", "dtype": "f16", "output": "f16", "adds_c": "threads"}),
         ((64, 1), {"epilogue": ALL}),
     ],
@@ -98,7 +115,9 @@ def each_once(cases: list[tuple[Any, ...]], others: list[str]) -> list[Any]:
 FP8 = [
     ("mma_fp8", (64, 64, 128, 4, 1), {}),
     ("mma_fp8", (128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads", "store": "direct"}),
-    ("mma_fp8_swapped", (16, 1), {}),
+    ("mma_fp8_decode", (8, 32, 8, 1), {}),
+    ("mma_fp8_decode", (16, 64, 4, 1), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
+    ("mma_fp8_swapped", (32, 1), {}),
     ("mma_fp8_swapped", (64, 1), {"output": "f32", "adds_c": "threads", "epilogue": ALL}),
 ]
 
@@ -107,12 +126,13 @@ FP8 = [
 def test_fp8(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str) -> None:
     emulated = make(case(family, tile, target, **options))
     for m, n, k in ((1, 64, 1024), (50, 200, 128), (61, 264, 432)):
-        check_dense(emulated, m, n, k)
+        check_dense(emulated, min(m, tile[0]) if "decode" in family else m, n, k)
 
 
-def test_each_byte_is_widened_to_its_value(make: Make) -> None:
+@pytest.mark.parametrize(("family", "tile"), [("mma_fp8_swapped", (32, 1)), ("mma_fp8_decode", (8, 32, 8, 1))], ids=str)
+def test_each_byte_is_widened_to_its_value(make: Make, family: str, tile: tuple[Any, ...]) -> None:
     """By FP16, where there are no products of FP8; NaN stays NaN."""
-    emulated = make(case("mma_fp8_swapped", (16, 1), output="f32"))
+    emulated = make(case(family, tile, output="f32"))
     a = torch.zeros(16, 16, dtype=torch.uint8)
     a[0, 0] = 0x38  # 1.0
     b, d = torch.arange(256).to(torch.uint8)[:, None].repeat(1, 16), torch.empty(1, 256)
@@ -186,12 +206,13 @@ def test_faults_are_found(make: Make, fault: str) -> None:
         check_dense(emulated, 100, 136, 500)
 
 
-SCALES, PRODUCTS = "mma_scales.cuh", "mma_products.cuh"
-FP8, FEW, GROUPED = ("mma_fp8", (64, 64, 128, 4, 1)), ("mma_fp8_swapped", (16, 1)), ("mma_grouped", (64, 64, 64, 4, 1))
+SCALES, PRODUCTS, OWN_BLOCKS = "mma_scales.cuh", "mma_products.cuh", "mma_decode.cuh"
+FP8, FEW, GROUPED = ("mma_fp8", (64, 64, 128, 4, 1)), ("mma_fp8_swapped", (32, 1)), ("mma_grouped", (64, 64, 64, 4, 1))
+DECODE, DECODE_FP8 = ("mma_decode", (16, 32, 8, 1)), ("mma_fp8_decode", (8, 32, 8, 1))
 FEW_OF_GROUPS, FEW_OF_GROUPS_FP8 = ("mma_grouped_swapped", (16, 1)), ("mma_fp8_grouped_swapped", (16, 1))
 OTHER_FAULTS = {
     "a scale of another row": (*FP8, "sm_89", (SCALES, "i * 2 + j % 4 / 2", "i * 2 + j % 2")),
-    "a scale of the block before": (*FP8, "sm_89", (SCALES, "    b += kernel.arg.scale_b_stride_k;\n", "")),
+    "a scale of the block before": (*FP8, "sm_89", (SCALES, "    b += blocks * kernel.arg.scale_b_stride_k;\n", "")),
     "a scale of the token before": (*FEW, "sm_89", (SCALES, "j / 4 * 2 + j % 2", "j / 4 * 2")),
     "sums without promotion": (
         *FP8,
@@ -206,6 +227,27 @@ OTHER_FAULTS = {
         "sm_89",
         (GEMM, "group_of(tile), begin, all,", "group_of(tile), 0, all,"),
     ),
+    "a wait for one block less": (*DECODE, "sm_80", (OWN_BLOCKS, "copies<kStages - 2>();", "copies<kStages - 1>();")),
+    "copies before all lanes have read": (
+        *DECODE,
+        "sm_80",
+        (OWN_BLOCKS, "      __syncwarp();  // the block has come", "      // "),
+    ),
+    "sums before all warps have multiplied": (
+        *DECODE,
+        "sm_80",
+        (OWN_BLOCKS, "    __syncthreads();\n#pragma", "#pragma"),
+    ),
+    "sums of warps that are not there": (*DECODE, "sm_80", (OWN_BLOCKS, "    __syncthreads();\n    if", "    if")),
+    "one part of K of warps": (*DECODE, "sm_80", (OWN_BLOCKS, "      parts.add(own, 0);\n", "")),
+    "scales of the next warp's block": (*DECODE_FP8, "sm_89", (SCALES, "    a += blocks *", "    a += 1 *")),
+    "tokens in another order": (
+        *DECODE_FP8,
+        "sm_89",
+        (OWN_BLOCKS, "outer * 8 + inner) * 128 + (unit ^", "outer * 8 + inner) * 128 + (7 - unit ^"),
+    ),
+    "a sign that is lost": (*DECODE_FP8, "sm_80", (OWN_BLOCKS, "0xbf80bf80", "0x3f803f80")),
+    "scales without what widening divides by": (*DECODE_FP8, "sm_80", (OWN_BLOCKS, "1.0f : 65536.0f", "1.0f : 1.0f")),
     "the first group's matrix": (
         *GROUPED,
         "sm_80",
@@ -238,4 +280,4 @@ def test_faults_of_scales_parts_and_groups_are_found(make: Make, fault: str) -> 
     else:
         run = make(case(family, tile, target), edit)
         with pytest.raises((RuntimeError, AssertionError)):
-            check_dense(run, 13, 64, 1072)
+            check_dense(run, *(5, 32, 4096) if "decode" in family else (13, 64, 1072))

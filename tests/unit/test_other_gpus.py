@@ -11,6 +11,7 @@ from host_code import compiled
 from deep_gemm import arch, kernels, ops, select
 from deep_gemm.arch import SM80, SM86, SM90
 from deep_gemm.errors import UnsupportedError
+from deep_gemm.kernels import groups
 from deep_gemm.kernels.portable.template import WIDENING, warp_tile
 from deep_gemm.select import calibration, sheets
 from deep_gemm.spec import QuantizeSpec
@@ -147,3 +148,22 @@ def test_widening_is_a_cost_of_the_target_and_a_rate_one_of_the_card() -> None:
     widens = {sheet.name for sheet in OTHERS if sheet.arch not in ("sm_89", "sm_120a")}
     assert {name for name, rate in rates.items() if rate == 1} == widens
     assert {name for name, rate in rates.items() if rate == 4} == {"5090"}
+
+
+@pytest.mark.parametrize("num_sms", [16, 82, 108, 188])
+def test_memory_holds_the_sums_of_all_parts_of_decode_kernels(num_sms: int) -> None:
+    """A word counts the parts of each warp's sums, which are at least eight in a lane."""
+    seen = 0
+    for op, family in (("bf16_gemm_nt", "mma_decode"), ("fp8_gemm_nt", "mma_fp8_decode")):
+        for m, n, k in ((1, 64, 16384), (16, 512, 7168), (9, 1040, 32768), (8, 2048, 65536)):
+            spec = ops.spec(m, n, k, num_sms, op)
+            known = kernels.gemm_family(family)
+            for config in known.fitting(spec, known.legal(SM80)):
+                parts, warps = groups.parts(config, spec), 4 * config.num_consumers
+                tiles = config.block_m * config.block_n // 128
+                owned = -(-tiles // warps)
+                places = -(-n // config.block_n) * (tiles // owned)
+                counts, sums = -(-places // 16) * 128, parts * places * max(8, 4 * owned) * 128
+                assert parts == 1 or counts + sums <= kernels.memory_bytes(spec, SM80)
+                seen += parts > 1
+    assert seen > 10

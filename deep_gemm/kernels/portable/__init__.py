@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..gemm import SAME, GemmFamily
 from ..groups import ALONG_M
-from .template import MmaGemm, MmaSwapped
+from .template import MmaDecode, MmaGemm, MmaSwapped
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a")
 """Targets on which these families are chosen. They can be built for sm_90a too, where Hopper's own are faster."""
@@ -34,9 +34,11 @@ FP8_TILES = (
     (128, 64, 128, 4, 1),
     (128, 128, 128, 8, 1),
 )
-SWAPPED_TILES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2))
+DECODE_TILES = tuple((rows, *tile) for rows in (8, 16) for tile in ((16, 8, 1), (32, 8, 1), (32, 4, 2), (64, 4, 1)))
+"""(block_m, block_n, warps, CTAs on an SM)."""
+SWAPPED_TILES = ((32, 1), (32, 2), (64, 1), (64, 2))
 """(block_m, CTAs on an SM)."""
-GROUPED_SWAPPED_TILES = SWAPPED_TILES[:4]
+GROUPED_SWAPPED_TILES = ((16, 1), (16, 2), *SWAPPED_TILES[:2])
 """For up to 32 rows of a group. With more, upright tiles have fewer reads of shared memory."""
 
 MMA_GEMM = GemmFamily(
@@ -74,9 +76,39 @@ MMA_SWAPPED = GemmFamily(
     tile_prefix="mma_swapped_",
     varied=(
         ((64, 1), {"form": "nn"}),
-        ((16, 2), {"dtype": "f16", "output": "f16", "adds_c": "threads"}),
+        ((32, 2), {"dtype": "f16", "output": "f16", "adds_c": "threads"}),
         ((32, 1), {"output": "f32", "adds_c": "threads"}),
     ),
+)
+
+MMA_DECODE = GemmFamily(
+    name="mma_decode",
+    template=MmaDecode(),
+    archs=ARCHS,
+    serving=DECODE_TILES,
+    dtypes=("bf16", "f16"),
+    forms=("nt", "nn"),
+    outputs=(SAME, "f32"),
+    label="mma decode ",
+    tile_prefix="mma_decode_",
+    varied=(
+        ((16, 64, 4, 1), {"form": "nn"}),
+        ((8, 32, 4, 2), {"dtype": "f16", "output": "f16", "adds_c": "threads"}),
+        ((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}),
+    ),
+)
+
+MMA_FP8_DECODE = GemmFamily(
+    name="mma_fp8_decode",
+    template=MmaDecode(fp8=True),
+    archs=ARCHS,
+    serving=DECODE_TILES,
+    dtypes=("e4m3",),
+    scalings=("1d2d",),
+    outputs=("bf16", "f32", "f16"),
+    label="mma decode ",
+    tile_prefix="mma_decode_",
+    varied=(((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}),),
 )
 
 MMA_FP8 = GemmFamily(
@@ -183,6 +215,8 @@ MMA_FP8_GROUPED_SWAPPED = GemmFamily(
 )
 
 PORTABLE = (
+    MMA_DECODE,
+    MMA_FP8_DECODE,
     MMA_FP8,
     MMA_FP8_GROUPED,
     MMA_FP8_GROUPED_SWAPPED,

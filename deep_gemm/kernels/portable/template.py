@@ -24,6 +24,12 @@ SIDES = (64, 128, 256)
 TOKENS, WEIGHTS = (16, 32, 64), 64
 """Rows of A and of B in tiles with swapped operands."""
 
+DECODE_TOKENS, DECODE_WEIGHTS, DECODE_STAGES = (8, 16), (16, 32, 64), (2, 4)
+"""The same of tiles whose warps multiply blocks of K of their own, and the least and the most stages of a warp."""
+
+DECODE_BYTES = 96 << 10
+"""Bytes of weights in all stages of such a CTA. With more, products of an H200 took up to a sixth longer."""
+
 DEPTHS = (64, 128)
 """Bytes of K in a block: rows of an atom in shared memory."""
 
@@ -49,6 +55,18 @@ _SHARED_BYTES = 128
 WIDENING = 13
 """Instructions by which a warp widens a word of FP8, seven on integers and six on FP16. A scheduler issues one in a
 cycle."""
+
+DECODE_WIDENING = 10
+"""The same where scales take a part of it: six on integers and four on FP16."""
+
+_LONE_INSTRUCTION = 4.0
+"""Cycles of an instruction of a warp that multiplies a block of FP8 alone, which often waits for the one before."""
+
+_WITHOUT_CONVERSION = ("sm_80", "sm_86")
+"""Targets without an instruction that widens two bytes of FP8."""
+
+_WITHOUT_DECODE = ("depth", "warps_m", "warps_n", "grouping", "segments", "swapped", "mn_major_a", "aligned")
+"""Constants of `MmaGemm` that `MmaDecode` does not have."""
 
 _SLOW_FLOAT32 = ("sm_80",)
 """Targets with a multiply-add of float32 in two cycles of a scheduler; others have one in each."""
@@ -265,8 +283,8 @@ class MmaGemm(Template):
 
 
 class MmaSwapped(MmaGemm):
-    """Swap-AB tiles of 64 rows of B, for few rows of A, or of each group. Without groups K is split over as many CTAs
-    as there is room for."""
+    """Swap-AB tiles of 64 rows of B, for few rows of each group, or of A, if they are too many for `MmaDecode`. Without
+    groups K is split over as many CTAs as there is room for."""
 
     def make(  # type: ignore[override]
         self, family: str, block_m: int, ctas_per_sm: int, arch: ArchSpec
@@ -310,6 +328,103 @@ class MmaSwapped(MmaGemm):
         """As `PartsInOrder` lays it out: a count for each warp, and the sums of all parts, of as many CTAs as run."""
         tokens, ctas = 0 if self.grouped else _tokens(spec.m), 2 * spec.num_sms
         return 128 + ctas * (4 * 8 + tokens * WEIGHTS * 4) if tokens and not spec.batch_invariant else 0
+
+
+class MmaDecode(MmaGemm):
+    """See ``templates/include/mma_decode.cuh``. Swap-AB tiles for up to 16 rows of A, of which each warp multiplies
+    blocks of K of its own. K is split over CTAs too, where tiles are few and K is long."""
+
+    file = "mma_decode.cu.jinja"
+
+    def make(  # type: ignore[override]
+        self, family: str, block_m: int, block_n: int, warps: int, ctas_per_sm: int, arch: ArchSpec
+    ) -> GemmConfig:
+        """A config with as many stages as fit."""
+        config = GemmConfig(
+            *(family, block_m, block_n, self.block_k, 0, warps // 4),
+            ctas_per_sm=ctas_per_sm,
+            swap_ab=True,
+            num_partials=int(self.fp8),
+            persistent=False,
+            parts=True,
+        )
+        return config.changed(self._stages_that_fit(config.changed(self.most_stages(config)), arch, 0))
+
+    def most_stages(self, config: GemmConfig) -> int:
+        """Stages of a warp that are not more than what is useful."""
+        return min(DECODE_STAGES[1], DECODE_BYTES // (4 * config.num_consumers * config.block_n * DEPTHS[-1]))
+
+    def tiles(self) -> Iterator[tuple[object, ...]]:
+        return itertools.product(DECODE_TOKENS, DECODE_WEIGHTS, (4, 8), (1, 2))
+
+    def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
+        c, least, most = config, DECODE_STAGES[0], self.most_stages(config)
+        if not c.swap_ab or not c.parts or c.persistent or c.cluster_size > 1 or c.num_partials != int(self.fp8):
+            return "it has swapped operands, CTAs with one part of K of one tile, and partial sums if there are scales"
+        if c.block_m not in DECODE_TOKENS or c.block_n not in DECODE_WEIGHTS or c.block_k != self.block_k:
+            return f"a tile of {c.block_m}x{c.block_n} is not one of {DECODE_TOKENS} by {DECODE_WEIGHTS}"
+        if c.num_consumers not in (1, 2) or c.ctas_per_sm * c.num_consumers > 2:
+            return f"{c.ctas_per_sm} CTAs of {4 * c.num_consumers} warps are not up to eight warps on an SM"
+        if not least <= c.num_stages <= most:
+            return f"{c.num_stages} stages are not {least} to {most}"
+        shared = c.num_stages * self._stage_bytes(c)
+        if not arch.ctas_fit(shared, c.ctas_per_sm):
+            return f"{c.ctas_per_sm} x {shared} bytes of shared memory do not fit on one SM"
+        return None
+
+    def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
+        """The smallest tile that has all rows. MN-major weights are copied 64 rows at a time."""
+        whole = spec.b.major == "k" or config.block_n == WEIGHTS
+        return whole and config.block_m == next((rows for rows in DECODE_TOKENS if spec.m <= rows), 0)
+
+    def memory_bytes(self, spec: GemmSpec) -> int:
+        """As `PartsInOrder` lays it out. There are at most as many CTAs as SMs where K is split."""
+        if spec.m > DECODE_TOKENS[-1] or spec.batch_invariant:
+            return 0
+        return 128 + spec.num_sms * (8 * 8 + DECODE_TOKENS[-1] * DECODE_WEIGHTS[-1] * 4)
+
+    def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
+        """By counting instructions. A warp multiplies a block alone: so blocks of all warps are loaded ahead."""
+        c = config
+        warps, rows = 4 * c.num_consumers, c.block_m + c.block_n
+        words = rows * (DECODE_WIDENING if arch in _WITHOUT_CONVERSION else 2) if self.fp8 and arch not in _FP8 else 0
+        return Costs(
+            tensor=c.block_m * c.block_n / 32,
+            read=rows * 128,
+            issue=max(2 * rows * 128 / _SHARED_BYTES, (words + 3 * rows) / 4),
+            depth=warps,
+            promotion=_LONE_INSTRUCTION * (words + 3 * rows) if self.fp8 else 0.0,
+            consumers_k=warps,
+            element=2.0,
+            hides_epilogue=False,
+            exchanges_alone=False,
+        )
+
+    # ---- a binary
+
+    def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
+        found = tuple(each for each in super().arguments(params) if each.name != "raster")
+        return found + parse_arguments("u32 share, u32 more")
+
+    def constants(self, params: KernelParams, given: Constants) -> Constants:
+        c, found = params.gemm, dict(super().constants(params, given))
+        for name in _WITHOUT_DECODE:
+            del found[name]
+        return found | {"warps": 4 * c.num_consumers}
+
+    # ---- a launch
+
+    def launch(
+        self, params: KernelParams, spec: GemmSpec, strides: Strides, numbers: Numbers, early: bool
+    ) -> tuple[Grid, dict[str, Value]]:
+        c = params.gemm
+        _, values = super().launch(params, spec, strides, numbers, early)
+        del values["raster"]
+        parts, blocks = groups.parts(c, spec), ceil_div(spec.k, c.block_k)
+        return (ceil_div(spec.n, c.block_n), parts, 1), values | {"share": blocks // parts, "more": blocks % parts}
+
+    def _stage_bytes(self, config: GemmConfig) -> int:
+        return 4 * config.num_consumers * super()._stage_bytes(config)
 
 
 def _tokens(m: int) -> int:
