@@ -25,7 +25,12 @@ struct MmaGemmLayout {
   enum : u32 { kSize = kScaled ? 1 : 2, kSteps = kDepth / 32, kBlockK = kDepth / kSize };  // bytes of an element; steps and elements of a block
   static_assert(!kScaled || (kDepth == 128 && kBlockN <= 128), "a tile has one scale of B in a block of K");
   using A = MmaOperand<kBlockM, kDepth, Tile::kMnMajorA, kThreads>;
-  using B = MmaOperand<kBlockN, kDepth, Tile::kMnMajorB, kThreads>;
+  // Whether lanes store columns as they have them. Elsewhere they exchange them first: what is computed of columns takes them in the usual order.
+  enum : bool {
+    kSpread = !kSwapped && !Tile::kMnMajorB && Tile::kAligned && Tile::kElement != kF32 && Tile::kAccumulate == kNothing &&
+              !Epilogue<Output<Tile::kElement>>::kFinishes && kBlockN / kWarpsN % 32 == 0
+  };
+  using B = MmaOperand<kBlockN, kDepth, Tile::kMnMajorB, kThreads, kSpread>;
 
   // The operands whose rows are rows and columns of the sums, and those of a warp.
   using Left = Choice<kSwapped, B, A>;
@@ -33,7 +38,8 @@ struct MmaGemmLayout {
   enum : bool { kMnMajorLeft = kSwapped ? +Tile::kMnMajorB : +Tile::kMnMajorA, kMnMajorRight = kSwapped ? +Tile::kMnMajorA : +Tile::kMnMajorB };
   enum : u32 { kWarpRows = (kSwapped ? +kBlockN : +kBlockM) / kWarpsM, kWarpColumns = (kSwapped ? +kBlockM : +kBlockN) / kWarpsN };
   enum : u32 { kTilesM = kWarpRows / 16, kTilesN = kWarpColumns / 8 };
-  static_assert(kWarpRows <= 64 && kWarpColumns <= 64 && kTilesN % 2 == 0, "a warp's rows of an operand lie in one atom");
+  static_assert((!kMnMajorLeft || 64 % kWarpRows == 0) && (!kMnMajorRight || 64 % kWarpColumns == 0), "a warp's rows lie in one atom");
+  static_assert(kTilesN % 2 == 0, "a warp reads fragments of 16 columns");
   using Sums = float[kTilesM][kTilesN * 4];
 
   enum : u32 { kGrouping = Tile::kGrouping, kSegments = Tile::kSegments };
@@ -41,7 +47,7 @@ struct MmaGemmLayout {
   using Table = GroupTable<kGrouping, kBlockM, kSegments, kThreads>;
   using Scheduler = Choice<kGrouped, GroupedScheduler<Table, kGrouping, kBlockM, kBlockN, kSegments>, TileScheduler<kBlockM, kBlockN, 1, 1, 1>>;
   using Out = Choice<kSwapped, MmaSwappedOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN>,
-                     MmaOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN, Tile::kAligned>>;
+                     MmaOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN, Tile::kAligned, kSpread>>;
   using Scales = MmaScales<kTilesM, kTilesN, kSwapped>;
 
   // A stage is a part of A, and then one of B.
@@ -65,6 +71,9 @@ struct MmaGemm {
   using Fragments = typename Products::Fragments;
   enum : u32 { kTilesM = Layout::kTilesM, kTilesN = Layout::kTilesN, kSteps = Layout::kSteps, kStages = Layout::kStages };
   enum : bool { kGrouped = Layout::kGrouped, kScaled = Layout::kScaled, kSwapped = Layout::kSwapped };
+  // Whether a stage is filled again as soon as all warps have read it. Promotion has no registers left there.
+  enum : bool { kEarly = !kSwapped && !kScaled };
+  enum : u32 { kAhead = kStages - (kEarly ? 0 : 1) };  // blocks that are copied before they are multiplied
 
   const Arguments& arg;
   u32 shared;
@@ -88,13 +97,13 @@ struct MmaGemm {
     const Scheduler first = tiles();
     Copies copies(*this, first, begin, blocks);
 #pragma unroll 1
-    for (u32 stage = 0; stage + 1 < kStages; ++stage) {
+    for (u32 stage = 0; stage < kAhead; ++stage) {
       copies.next();
       copies.advance();
     }
     Reader reader{shared, shared + (kSwapped ? +A::kBytes : 0) + Left::template place<true>(first_row, lane),
                   shared + (kSwapped ? 0 : +A::kBytes) + Right::template place<false>(first_column, lane)};
-    wait_for_copies<kStages - 2>();
+    wait_for_copies<kAhead - 1>();
     __syncthreads();
     Fragments fragments[2];
     reader.read(fragments[0], 0);
@@ -108,7 +117,7 @@ struct MmaGemm {
           reader.advance(shared);
         }
         reader.read(fragments[(step + 1) % 2], (step + 1) % kSteps);
-        if (step == 0) copies.next();  // to the stage of the block before this one
+        if (step == (kEarly ? kSteps - 1 : 0)) copies.next();  // to the stage of the block that all warps have read
         Products::add(sum, fragments[step % 2]);
       }
       copies.advance();

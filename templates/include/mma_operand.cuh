@@ -7,16 +7,22 @@
 //
 // K-major: one atom, whose rows are the operand's. MN-major, for 16-bit elements: an atom for each 64 rows of the operand, whose rows
 // are elements of K, and which are transposed while they are read.
-template <u32 kRows, u32 kDepth, bool kMnMajor, u32 kThreads>
+//
+// kSpread: a matrix has the rows 0, 1, 8, 9, 16, 17, 24 and 25 of 32, and others the same some rows further. So a lane has eight neighbouring
+// columns of sums in four products.
+template <u32 kRows, u32 kDepth, bool kMnMajor, u32 kThreads, bool kSpread = false>
 struct MmaOperand {
   enum : u32 { kAtomBytes = kMnMajor ? 128 : kDepth, kAtomRows = kMnMajor ? kDepth / 2 : kRows };
   enum : u32 { kAtoms = kMnMajor ? kRows / 64 : 1, kAtomSize = kAtomBytes * kAtomRows, kBytes = kRows * kDepth };
   enum : u32 { kUnits = kAtomBytes / 16, kStep = kThreads / kUnits, kPasses = ceil_div(kAtomRows, kStep) };
   static_assert(kAtomBytes == 64 || kAtomBytes == 128);
   static_assert(!kMnMajor || kRows % 64 == 0);
-  static_assert(kStep % 8 == 0, "a thread's rows have one permutation");
+  static_assert(kStep % 8 == 0 && (!kSpread || !kMnMajor), "a thread's rows have one place in matrices");
 
-  static DG_DEVICE u32 permuted(u32 row, u32 unit) { return unit ^ (row / (128 / kAtomBytes) % kUnits); }
+  static DG_DEVICE u32 permuted(u32 row, u32 unit) {
+    const u32 matrix = kSpread ? row / 8 % 4 * 2 + row % 2 : row;  // the row's place in a matrix
+    return unit ^ (matrix / (128 / kAtomBytes) % kUnits);
+  }
 
   // The copies of one thread: 16 bytes of every kStep-th row of each atom.
   struct Copies {
@@ -56,7 +62,8 @@ struct MmaOperand {
           for (u32 atom = 0; atom < kAtoms; ++atom) {
             const int left = bytes - static_cast<int>(atom * 128);
             const u32 count = exists ? static_cast<u32>(left < 0 ? 0 : left > 16 ? 16 : left) : 0;
-            copy_async(to + atom * kAtomSize + pass * kStep * kAtomBytes, row + atom * 128, count);
+            const u32 place = to ^ permuted(pass * kStep, 0) * 16;
+            copy_async(place + atom * kAtomSize + pass * kStep * kAtomBytes, row + atom * 128, count);
           }
         }
         row += step;
@@ -78,7 +85,7 @@ struct MmaOperand {
       const u32 element = depth * 8 + inner;
       return first / 64 * kAtomSize + element * 128 + permuted(element, first % 64 / 8 + row) * 16;
     } else {
-      const u32 at = first + row * 8 + inner;
+      const u32 at = first + (kSpread ? row * 2 + inner / 2 * 8 + inner % 2 : row * 8 + inner);
       return at * kAtomBytes + permuted(at, depth) * 16;
     }
   }
@@ -86,6 +93,6 @@ struct MmaOperand {
   // The place of rows 16 * tile and of bytes 32 * step further. Places are permuted by XOR, so a warp's rows must not cross an atom.
   static DG_DEVICE u32 address(u32 place, u32 tile, u32 step) {
     if constexpr (kMnMajor) return (place ^ (tile * 32)) + step * 16 * 128;
-    else return (place ^ (step * 32)) + tile * 16 * kAtomBytes;
+    else return (place ^ (step * 32)) + (kSpread ? tile / 2 * 32 + tile % 2 * 4 : tile * 16) * kAtomBytes;
   }
 };

@@ -6,8 +6,8 @@
 #include "parts_in_order.cuh"
 
 // A warp's sums: kTilesM times 16 rows, and kTilesN times 8 columns, of D. kAligned: rows of D and C begin at multiples of 16 bytes and
-// have whole pieces of 16 bytes.
-template <u32 kElement, u32 kAccumulate, u32 kTilesM, u32 kTilesN, bool kAligned>
+// have whole pieces of 16 bytes. kSpread: see MmaOperand.
+template <u32 kElement, u32 kAccumulate, u32 kTilesM, u32 kTilesN, bool kAligned, bool kSpread>
 struct MmaOutput {
   using Out = Output<kElement>;
   using Final = Epilogue<Out>;
@@ -76,7 +76,7 @@ struct MmaOutput {
           u32 words[4];
 #pragma unroll
           for (u32 i = 0; i < 4; ++i) words[i] = Out::apply(sum[(chunk + i) * 4 + half * 2], sum[(chunk + i) * 4 + half * 2 + 1]);
-          transpose_in_quad(words, lane);
+          if constexpr (!kSpread) transpose_in_quad(words, lane);
           const u32 x = column + (chunk + lane % 4) * 8;
           if (y < end && x < n) store_words(to + x * 2, words);
         }

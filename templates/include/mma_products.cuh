@@ -16,7 +16,7 @@ struct MmaProducts {
       for (u32 j = 0; j < kTilesN * 4; ++j) sum[i][j] = 0.0f;
   }
 
-  // Neighbours share fragments of one side.
+  // Neighbours share fragments of one side, of the left one where they can: these have more registers.
   static DG_DEVICE void add(Sums& sum, const Fragments& x) {
     if constexpr (kKind == kMmaWidened) {
       // A word has four bytes of K. Those of both operands are in the same order, in which they need not be neighbours in the product: the
@@ -37,11 +37,11 @@ struct MmaProducts {
       }
     } else {
 #pragma unroll
-      for (u32 j = 0; j < kTilesN; ++j) {
+      for (u32 i = 0; i < kTilesM; ++i) {
 #pragma unroll
-        for (u32 i = 0; i < kTilesM; ++i) {
-          const u32 row = j % 2 ? kTilesM - 1 - i : i;
-          multiply_add<kKind>(&sum[row][j * 4], x.left[row], x.right[j]);
+        for (u32 j = 0; j < kTilesN; ++j) {
+          const u32 column = i % 2 ? kTilesN - 1 - j : j;
+          multiply_add<kKind>(&sum[i][column * 4], x.left[i], x.right[column]);
         }
       }
     }

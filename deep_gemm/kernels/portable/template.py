@@ -18,7 +18,7 @@ from ..template import Constants, Grid, Template
 LEAST_STAGES, MAX_STAGES = 3, 8
 """More would not hide more latency: the stages of a small tile hold what an SM reads in several microseconds."""
 
-SIDES = (64, 128, 256)
+SIDES = (64, 128, 192, 256)
 """Rows and columns of tiles."""
 
 TOKENS, WEIGHTS = (16, 32, 64), 64
@@ -29,6 +29,9 @@ DECODE_TOKENS, DECODE_WEIGHTS, DECODE_STAGES = (8, 16), (16, 32, 64), (2, 4)
 
 DECODE_BYTES = 96 << 10
 """Bytes of weights in all stages of such a CTA. With more, products of an H200 took up to a sixth longer."""
+
+_ATOM = 64
+"""Rows of an MN-major operand that lie together in shared memory."""
 
 DEPTHS = (64, 128)
 """Bytes of K in a block: rows of an atom in shared memory."""
@@ -71,6 +74,9 @@ _WITHOUT_DECODE = ("depth", "warps_m", "warps_n", "grouping", "segments", "swapp
 _SLOW_FLOAT32 = ("sm_80",)
 """Targets with a multiply-add of float32 in two cycles of a scheduler; others have one in each."""
 
+_RATES = {"sm_90a": 0.67}
+"""Of mma.sync, by target, as parts of wgmma's rate. An H200 did 630 TFLOP/s in registers. Sheets have others."""
+
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
 
@@ -84,7 +90,7 @@ class MmaGemm(Template):
     ``fp8``: with scales of 1x128 and of 128x128. ``grouped``: along M.
 
     The kernels were compiled for every target, and run in emulation on a CPU. Built for Hopper, they gave exact results
-    on an H200; on no other GPU have they run. There BF16 reaches a third to half of cuBLASLt's speed at 4,096 rows."""
+    on an H200; on no other GPU have they run. There BF16 reaches 0.53 to 0.65 of cuBLASLt's speed at 4,096 rows."""
 
     file = "mma_gemm.cu.jinja"
     takes_epilogues = starts_early = True
@@ -155,7 +161,11 @@ class MmaGemm(Template):
         return None if operand.aligned else f"{super().unreadable(name, operand)} for copies of 16 bytes"
 
     def fits(self, spec: GemmSpec, config: GemmConfig, adds_c: str, scaling: str) -> bool:
-        """Not where a large table of groups would leave too few stages."""
+        """Not where a large table of groups would leave too few stages, nor where a warp's rows of an MN-major operand
+        reach from one 64 of them into the next."""
+        for operand, extent in zip((spec.a, spec.b), warp_tile(config), strict=True):
+            if not config.swap_ab and operand.major == "mn" and _ATOM % extent:
+                return False
         if not self.grouped:
             return True
         table = groups.table_bytes(spec.grouping, groups.segments(spec.grouping, spec.groups))
@@ -181,7 +191,7 @@ class MmaGemm(Template):
         words = config.num_consumers * (rows + columns) if self.fp8 and arch not in _FP8 else 0
         promoted = config.num_consumers * rows * columns / 32 * (2 if arch in _SLOW_FLOAT32 else 1)
         return Costs(
-            tensor=config.block_m * config.block_n / 32,
+            tensor=config.block_m * config.block_n / 32 / _RATES.get(arch, 1.0),
             read=read,
             issue=max(moved / _SHARED_BYTES, words * WIDENING),
             depth=config.block_k * self.size / DEPTHS[-1],
