@@ -9,6 +9,7 @@ _SPLIT = ("fp8 split", "bf16 split", "bf16 split by three")
 _FP8 = ("fp8", "fp8 masked", "fp8 high", "fp8 split", "psum")
 _BF16 = ("bf16", "bf16 masked", "bf16 high", "index")
 _RELATIVE = ("fp8", "bf16", "fp8 masked", "bf16 masked", "fp8 high", "bf16 high", "index", "psum")
+_LARGE = ("fp8 large", "bf16 large", "fp8 large psum", "bf16 large masked")
 _STREAM = (*_RELATIVE, "fp8 absolute")
 
 # fmt: off
@@ -24,9 +25,9 @@ MUTATIONS = [
     Mutation("take the upper row's exponent for the lower", "fp4_products.cuh", "f1 = words.power(1, kS)",
              "f1 = words.power(0, kS)", ("fp8 absolute", "bf16 absolute")),
     Mutation("read staged tokens unswizzled", "fp4_products.cuh", "(thread % 8 ^ y % 8) * 16", "thread % 8 * 16",
-             tuple(RUNS)),
+             (*_STREAM, *_SPLIT, "bf16 absolute")),
     Mutation("swap the tokens of a pair", "fp4_products.cuh", "pack_bf16(v[0] * f0, v[1] * f0)",
-             "pack_bf16(v[1] * f0, v[0] * f0)", tuple(RUNS)),
+             "pack_bf16(v[1] * f0, v[0] * f0)", (*_STREAM, *_SPLIT, "bf16 absolute")),
     Mutation("take the exponents of the third 32 for the first", "fp4_weights.cuh", "0x4440u + 2 * h + s / 2",
              "0x4440u + 2 * h + (s / 2 ^ 1)", _FP8),
     Mutation("take the exponents of the third 32 for the first in BF16", "fp4_weights.cuh", "8 * (s / 2));",
@@ -53,5 +54,15 @@ MUTATIONS = [
     Mutation("take the first group's scales of A", "fp4_gemm.cuh", "masked * arg.blocks);", "0);", ("fp8 masked",)),
     Mutation("take the upper row's factor for the lower where K is split", "fp4_split.cuh", "f1 = __ldg(factors + 8)",
              "f1 = __ldg(factors)", _SPLIT),
+    Mutation("write decoded weights unswizzled", "fp4_large.cuh", "row * 128 + lane / 4 * 16", "row * 128", _LARGE),
+    Mutation("decode the first block again", "fp4_large.cuh", "from += kTeams * kPiece;", "", _LARGE),
+    Mutation("take a neighbour's factor in a large tile", "fp4_large.cuh", "sum[i * 4 + 1] * odd)",
+             "sum[i * 4 + 1] * even)", _LARGE),
+    Mutation("leave the rows of the second consumer out", "fp4_large.cuh",
+             "at.tile.row + kBox < at.tile.last;", "false;", _LARGE),
+    Mutation("leave A's scales out of a large tile", "fp4_large.cuh", "i & 2 ? high : low, partial[i]",
+             "1.0f, partial[i]", ("fp8 large", "fp8 large psum")),
+    Mutation("count tiles of 128 rows where they have 256", "fp4_large.cuh",
+             "load_word(at + 4) - load_word(at), kUnits)", "load_word(at + 4) - load_word(at), 1)", ("bf16 large",)),
 ]
 # fmt: on

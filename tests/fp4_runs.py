@@ -119,14 +119,17 @@ class Fp4Run:
 
 
 RUNS: dict[str, Fp4Run] = {
-    "fp8": Fp4Run("e4m3"), "bf16": Fp4Run("bf16"), "fp8 masked": Fp4Run("e4m3", "masked", 30, expected=24),
+    "fp8": Fp4Run("e4m3", n=584), "bf16": Fp4Run("bf16", n=584),
+    "fp8 masked": Fp4Run("e4m3", "masked", 30, expected=24),
     "bf16 masked": Fp4Run("bf16", "masked", 30, expected=24), "fp8 absolute": Fp4Run("e4m3", absolute=True),
     "bf16 absolute": Fp4Run("bf16", "masked", 30, absolute=True, expected=8),
     "index": Fp4Run("bf16", "contiguous", 256), "psum": Fp4Run("e4m3", "psum", 256),
-    "fp8 high": Fp4Run("e4m3", m=200, n=328), "bf16 high": Fp4Run("bf16", "contiguous", 512),
+    "fp8 high": Fp4Run("e4m3", m=380, n=328), "bf16 high": Fp4Run("bf16", "contiguous", 384),
+    "fp8 large": Fp4Run("e4m3", m=600), "bf16 large": Fp4Run("bf16", "contiguous", 768),
+    "fp8 large psum": Fp4Run("e4m3", "psum", 1152), "bf16 large masked": Fp4Run("bf16", "masked", 500, expected=500),
     "fp8 split": Fp4Run("e4m3", m=13, n=72), "bf16 split": Fp4Run("bf16", m=50),
     "bf16 split by three": Fp4Run("bf16", m=13, n=72),
 }  # fmt: skip
-"""Each kind of activations, exponents and groups, in stream-K order, also with tiles of 128 tokens, and with K split by
-two and three consumers. `sanitize.py` runs all."""
+"""Each kind of activations, exponents and groups, in stream-K order, also with tiles of 128 tokens, with large tiles,
+and with K split by two and three consumers. `sanitize.py` runs all."""
 BY_PARAMS = {run.params: run for run in RUNS.values()}

@@ -26,6 +26,10 @@ SPLIT_TOKENS = (8, 16, 32, 64)
 _MOST_ABSOLUTE = 32
 """Tokens of a tile with absolute exponents, whose products are added up in other registers."""
 _MOST_STAGES = 32
+_LARGE_TOKENS, _LARGE_COLUMNS = 256, 128
+"""The tile for many rows, whose weights are decoded into shared memory."""
+_LARGE_BLOCK = {"e4m3": 1.45, "bf16": 1.65}
+"""The time of a block of K in this tile, beside that in one of 128 x 128 in stream-K order (H200)."""
 
 _NARROW_BYTES = 80_000_000
 """Packed weights up to which four CTAs on an SM have 64 rows each. On an H200 they took 0.86 to 0.92 of the time of
@@ -39,12 +43,14 @@ _EARLY_UNITS = 4
 @record(frozen=True)
 class Fp4Config(Config):
     """A CTA has ``tokens`` rows of A and 64 rows of B for each of ``consumers``, in stream-K order. If ``cluster`` is
-    not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K."""
+    not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K. If weights are
+    decoded ``in_shared`` memory, it has whole tiles, and both consumers multiply all its columns."""
 
     tokens: int
     consumers: int
     ctas_per_sm: int
     cluster: int = 0
+    in_shared: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -55,6 +61,8 @@ class Fp4Config(Config):
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread; (0, 0) where all have the same. Both together must fit in what
         the launch allocates, threads times the registers at entry: otherwise setmaxnreg waits for ever."""
+        if self.in_shared:
+            return 56, 224
         if self.cluster:
             return (24, 104) if self.tokens == SPLIT_TOKENS[-1] else (0, 0)
         return {1: (24, 104), 2: (40, 208), 4: (32, 112)}[self.consumers]
@@ -68,6 +76,11 @@ class Fp4Config(Config):
 def stream(tokens: int, narrow: bool = False) -> Fp4Config:
     """A config in stream-K order. Sums of 128 tokens leave registers for two consumers only."""
     return Fp4Config(Fp4Family.name, tokens, *((1, 4) if narrow else (2 if tokens == TOKENS[-1] else 4, 1)))
+
+
+def large() -> Fp4Config:
+    """The config for many rows."""
+    return Fp4Config(Fp4Family.name, _LARGE_TOKENS, 2, 1, in_shared=True)
 
 
 def _clusters(tokens: int) -> tuple[int, ...]:
@@ -89,25 +102,44 @@ def _configs(dtype: str) -> list[Fp4Config]:
     return [
         *(stream(tokens) for tokens in TOKENS),
         *(stream(tokens, narrow=True) for tokens in TOKENS if tokens <= 32 and dtype == "e4m3"),
+        large(),
         *(split(tokens, cluster, dtype) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
     ]
 
 
 def _rows(spec: Fp4Spec) -> int:
     """Those that a tile should take. One of 128 tokens takes 0.85 to 0.94 of the time of two of 64 (H200), since it
-    decodes weights once; so up to an eighth more rows with padding is no loss. Of contiguous groups only the mean is
-    known; with the psum layout m has room for the padding of each."""
-    two, large = TOKENS[-2:]
+    decodes weights once; so up to an eighth more rows with padding is no loss."""
+    two, most = TOKENS[-2:]
+    rows = _rows_of_group(spec)
     if spec.grouping == "none":
-        return spec.m if align(spec.m, large) * 7 <= align(spec.m, two) * 8 else min(spec.m, two)
+        return rows if align(rows, most) * 7 <= align(rows, two) * 8 else min(rows, two)
+    if spec.grouping == "masked":
+        return rows
+    return most if rows >= most else two
+
+
+def _rows_of_group(spec: Fp4Spec) -> int:
+    """Those that are expected. Of contiguous groups only the mean is known; with the psum layout m has room for the
+    padding of each."""
     if spec.grouping == "masked":
         return min(spec.expected_m or spec.m, spec.m)
-    mean = spec.m // spec.groups - (spec.alignment if spec.grouping == "psum" else 0)
-    return large if mean >= large else two
+    return spec.m // spec.groups - (spec.alignment if spec.grouping == "psum" else 0)
+
+
+def is_large(spec: Fp4Spec) -> bool:
+    """Whether large tiles, in rounds of one for each SM, take less time than tiles of 128 rows in stream-K order, which
+    has no rounds. Absolute exponents would need products of 32 of K, and labels are those of 128 rows. Under batch
+    invariance all M have one form."""
+    if spec.absolute or spec.batch_invariant or (spec.grouping == "contiguous" and spec.alignment % 128):
+        return False
+    rows, columns = _rows_of_group(spec), ceil_div(spec.n, _LARGE_COLUMNS)
+    tiles, halves = (spec.groups * ceil_div(rows, height) * columns for height in (_LARGE_TOKENS, TOKENS[-1]))
+    return ceil_div(tiles, spec.num_sms) * spec.num_sms * _LARGE_BLOCK[spec.dtype] < halves
 
 
 class Fp4Family(KernelFamily):
-    """See ``templates/include/fp4_gemm.cuh`` and ``fp4_split.cuh``."""
+    """See ``templates/include/fp4_gemm.cuh``, ``fp4_split.cuh`` and ``fp4_large.cuh``."""
 
     name = "sm90_fp4_gemm"
     template_file = f"{name}.cu.jinja"
@@ -123,7 +155,7 @@ class Fp4Family(KernelFamily):
         return None
 
     def configs(self, arch: ArchSpec) -> tuple[Fp4Config, ...]:
-        """Few tokens split K; the others are in stream-K order."""
+        """Few tokens split K, and many have large tiles; the others are in stream-K order."""
         return tuple(dict.fromkeys(_configs("e4m3") + _configs("bf16")))
 
     def config_of(self, spec: Fp4Spec, arch: ArchSpec) -> Fp4Config:
@@ -135,6 +167,8 @@ class Fp4Family(KernelFamily):
             tokens = next(each for each in SPLIT_TOKENS if rows <= each)
             few_enough = (x for x in _clusters(tokens)[::-1] if pieces * x <= spec.num_sms and blocks >= 2 * x)
             return split(tokens, next(few_enough, 1), spec.dtype)
+        if is_large(spec):
+            return large()
         heights = [x for x in TOKENS if x <= (_MOST_ABSOLUTE if spec.absolute else TOKENS[-1])]
         if spec.grouping in ("contiguous", "psum"):  # groups begin at multiples of the alignment
             heights = [x for x in heights if spec.alignment % x == 0]
@@ -166,7 +200,7 @@ class Fp4Family(KernelFamily):
         c = self.typed(params)
         scales = ", TensorMap map_sfa=sfa" if params.dtype == "e4m3" else ""
         of_groups = ", u32 groups, u32 alignment, const int* layout" if params.grouping != "none" else ", u32 groups"
-        own = "" if c.cluster else ", u8* workspace, u32 whole_tiles"
+        own = "" if c.cluster or c.in_shared else ", u8* workspace, u32 whole_tiles"
         return parse_arguments(
             f"TensorMap map_a=a{scales}, const u8* packed=b, const float* factors=sfb, u8* d, i64 d_stride, u32 m, "
             f"u32 n, u32 pieces, u32 blocks, u32 early, u32 aligned{of_groups}{own}"
@@ -183,8 +217,9 @@ class Fp4Family(KernelFamily):
         pieces, blocks = ceil_div(spec.n, PIECE_ROWS), ceil_div(spec.k, PIECE_K)
         kind = "u8" if size == 1 else "bf16"
         rows = (spec.k, spec.m * masked)
+        box = c.tokens // 2 if c.in_shared else c.tokens
         values: dict[str, Value] = {
-            "map_a": Map(TensorMapSpec(kind, rows, (size * strides["a"][0],), (step, c.tokens), 128), "a"),
+            "map_a": Map(TensorMapSpec(kind, rows, (size * strides["a"][0],), (step, box), 128), "a"),
             "d_stride": strides["d"][0],
             "m": spec.m,
             "n": spec.n,
@@ -216,7 +251,7 @@ class Fp4Family(KernelFamily):
     def workspace_bytes(self, spec: Fp4Spec) -> int:
         """The memory in which CTAs leave sums to each other; 0 if they do not."""
         c = self.config_of(spec, self.arch)
-        if c.cluster:
+        if c.cluster or c.in_shared:
             return 0
         consumers = spec.num_sms * c.ctas_per_sm * c.consumers
         return align(consumers * 8, 128) + consumers * PIECE_ROWS * c.tokens * 4
@@ -225,13 +260,22 @@ class Fp4Family(KernelFamily):
         """Constants of the template."""
         c, fp8, absolute = self.typed(params), params.dtype == "e4m3", self.is_absolute(params)
         producer, consumer = c.registers
+        # Decoded FP8 weights are E5M2, see fp4_weights.cuh.
+        types = ("k32.f32.e4m3.e5m2" if c.in_shared else "k32.f32.e5m2.e4m3") if fp8 else "k16.f32.bf16.bf16"
+        source, kernel = ("fp4_split", "Fp4Split") if c.cluster else ("fp4_gemm", "Fp4Gemm")
+        if c.in_shared:
+            source, kernel = "fp4_large", "Fp4Large"
         return {
-            "source": "fp4_split" if c.cluster else "fp4_gemm",
-            "kernel": "Fp4Split" if c.cluster else "Fp4Gemm",
-            "mma_n": c.tokens,
+            "source": source,
+            "kernel": kernel,
+            "in_shared": c.in_shared,
+            "tokens": c.tokens,
+            "mma_n": _LARGE_COLUMNS if c.in_shared else c.tokens,
             "mma_steps": (1 if fp8 else 2) * (1 if absolute else 2),
-            "mma_types": "k32.f32.e5m2.e4m3" if fp8 else "k16.f32.bf16.bf16",
-            "mma_major": "" if fp8 else ", 0",
+            "mma_types": types,
+            "mma_majors": "" if fp8 else ", 0, 0" if c.in_shared else ", 0",
+            "step_a": "kStepKMajor",
+            "step_b": "kStepKMajor",
             "consumers": c.consumers,
             "num_stages": self.stages(params),
             "cluster": max(1, c.cluster),
@@ -268,6 +312,13 @@ class Fp4Family(KernelFamily):
     def _shared(self, params: KernelParams, stages: int) -> int:
         c, fp8, piece = self.typed(params), params.dtype == "e4m3", PIECE_BYTES[self.is_absolute(params)]
         block = c.tokens * 128 * (1 if fp8 else 2) + (align(c.tokens * 4, 128) if fp8 else 0)
+        if c.in_shared:
+            step = c.tokens * 128 + _LARGE_COLUMNS * 128 + (c.tokens * 4 if fp8 else 0)
+            table = groups.table_bytes(params.grouping, params.segments)
+            if params.grouping == "contiguous":
+                table += align((params.segments + 1) * 4, 128)
+            # Eight warps have staging, factors and the tile's place, and four have packed weights.
+            return stages * (step + 16) + 8 * (1024 + 512 + 16) + table + 4 * piece
         if not c.cluster:
             stage = 2 * (block + c.consumers * piece)
             table = groups.table_bytes(params.grouping, params.segments)
@@ -311,8 +362,8 @@ class Fp4Family(KernelFamily):
         found = []
         for dtype in ("e4m3", "bf16"):
             found += [case(config, dtype) for config in _configs(dtype)]
-            for tokens in TOKENS[-2:]:
-                found += [case(stream(tokens), dtype, grouping) for grouping in ("none", "contiguous", "psum")]
+            for config in (*(stream(tokens) for tokens in TOKENS[-2:]), large()):
+                found += [case(config, dtype, grouping) for grouping in ("none", "contiguous", "psum")]
             found += [case(stream(tokens), dtype, absolute=True) for tokens in (8, _MOST_ABSOLUTE)]
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, 
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.sm90_fp4_gemm import FP4, TOKENS
+from ..kernels.sm90_fp4_gemm import FP4, TOKENS, is_large
 from ..records import record
 from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Fp4Spec, ceil_div
@@ -250,7 +250,6 @@ def specs(
     whether batch invariance is on. ``op`` ends in the form of groups."""
     form = op.removeprefix("m_grouped_").partition("_gemm_nt")[2].lstrip("_")
     grouping = {"": "none", "contiguous": "contiguous", "contiguous_psum": "psum", "masked": "masked"}[form]
-    rows = [height for height in TOKENS if height < m] + [m]
     base = Fp4Spec(
         *(m, n, k, "e4m3" if "fp8_fp4" in op else "bf16"),
         groups=groups,
@@ -259,7 +258,13 @@ def specs(
         num_sms=num_sms,
         whole_gpu=whole_gpu,
     )
-    for absolute, invariant, count in product((False, True), (False, True), rows):
+    rows = {height for height in TOKENS if height < m} | {m}
+    if grouping == "masked":  # see `expected_m`
+        rows |= {1 << bits for bits in range(TOKENS[-1].bit_length(), m.bit_length())}
+    else:
+        counts = range(TOKENS[-1] + 64, m, 64)
+        rows |= set(islice((x for x in counts if is_large(replace(base, m=x))), 1))
+    for absolute, invariant, count in product((False, True), (False, True), sorted(rows)):
         asked = replace(base, absolute=absolute, batch_invariant=invariant)
         if grouping == "masked":
             yield replace(asked, expected_m=count)

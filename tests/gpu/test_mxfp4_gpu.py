@@ -1,5 +1,6 @@
 """Products of MXFP4 weights on a GPU: against float64, beside poison, repeated, in graphs, and for every config."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from gpu_cases import DEVICE
 
 import deep_gemm
 from deep_gemm import quantize
+from deep_gemm.arch import SM90
 from deep_gemm.kernels.sm90_fp4_gemm import FP4
 from deep_gemm.ops import fp4_weights
+from deep_gemm.runtime import engine
+from deep_gemm.spec import Fp4Spec
 
 cuda_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
@@ -151,6 +155,40 @@ def test_contiguous(kind: str, psum: bool, m: int, groups: int) -> None:
     for group, rows in places.items():
         close(kind, d[rows], values[rows], of_group(weights, group))
     assert d[768:].isnan().all() if psum else (d[768:] == 0).all()
+
+
+@pytest.fixture
+def large_tiles() -> Iterator[None]:
+    """On so few SMs that small products have rounds of large tiles."""
+    before = deep_gemm.get_num_sms()
+    deep_gemm.set_num_sms(4)
+    try:
+        yield
+        found = [FP4.config_of(spec, SM90) for spec in engine.planned() if isinstance(spec, Fp4Spec)]
+        assert found
+        assert all(config.in_shared for config in found)
+    finally:
+        deep_gemm.set_num_sms(before)
+
+
+@cuda_only
+@of_kinds
+@pytest.mark.parametrize(("m", "n", "k"), [(1000, 1022, 1056), (1793, 264, 96), (400, 1152, 2880)])
+@pytest.mark.usefixtures("large_tiles")
+def test_many_rows(kind: str, m: int, n: int, k: int) -> None:
+    weights, (a, values) = drawn(n, k), operand(kind, m, k)
+    b = deep_gemm.transform_fp4_weights(*weights, kind)
+    close(kind, repeated(kind, "", a, b, (m, n)), values, deep_gemm.dequantise(*weights, dtype=torch.float64))
+
+
+@cuda_only
+@of_kinds
+@pytest.mark.usefixtures("large_tiles")
+def test_many_rows_of_groups(kind: str) -> None:
+    """The second half of a tile may have no rows."""
+    test_contiguous(kind, False, 2560, 5)
+    test_contiguous(kind, True, 3200, 5)
+    test_masked(kind, (500, 500, [500, 0, 128, 129, 1, 300], 1152, 1056))
 
 
 @of_kinds
