@@ -246,7 +246,7 @@ def mega_moe_pre_dispatch_sm90(
         )
     rows = slice(num_tokens)
     quantize.rows(x[rows], out=(buf_x[rows], buf_x_sf[rows]))
-    with torch.no_grad():
+    with torch.inference_mode():  # inference tensors are written outside of that mode too
         buf_topk_idx[rows].copy_(topk_idx[rows])
         torch.mul(topk_weights[rows], routed_scaling_factor, out=buf_topk_weights[rows])
         buf_topk_idx[num_tokens:].fill_(-1)
@@ -312,6 +312,7 @@ def fp8_mega_moe(
         check_index("num_tokens_bound", num_tokens_bound, tokens, most, f"None or from {tokens} to {most}")
     rows, weights = slice(tokens), (*checks.pair("l1_weights", l1_weights), *checks.pair("l2_weights", l2_weights))
     wanted = sym_buffer.num_experts // sym_buffer.ranks, 2 * sym_buffer.intermediate_hidden, sym_buffer.hidden
+    checks.check_tensor("the values of l1_weights", weights[0], (3,))
     if tuple(weights[0].shape) != wanted:
         raise InvalidInputError(
             f"the values of l1_weights must have the shape {wanted}, as sym_buffer has experts of a rank and sizes, "

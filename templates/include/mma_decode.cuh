@@ -173,7 +173,7 @@ struct MmaDecode {
         auto factors = scales.take();
         if constexpr (Tile::kMma == kMmaWidened) {
 #pragma unroll
-          for (float& each : factors.row) each = __fmul_rn(each, kWidened);
+          for (float& each : factors.row) each = __fmul_rn(each, widened());
         }
         if (block + 1 < blocks) scales.load(*this, kWarps);
         multiply_next(partial);
@@ -270,7 +270,7 @@ struct MmaDecode {
 
   // Four bytes of E4M3 as FP16. Without an instruction that does it, they are divided by 256: exponents are one bit longer, and scales
   // multiply products by 256 * 256.
-  static constexpr float kWidened = kCapability >= 890 ? 1.0f : 65536.0f;
+  static DG_DEVICE float widened() { return kCapability >= 890 ? 1.0f : 65536.0f; }
   static DG_DEVICE void widen(u32 x, u32& low, u32& high) {
     if constexpr (kCapability >= 890) {
       widen_fp8(x, low, high);

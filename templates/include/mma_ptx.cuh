@@ -13,7 +13,7 @@ DG_DEVICE void copy_async(u32 to, const u8* from, u32 bytes) {
 }
 
 // The L2 policy evict-first, as in tma.cuh, for operands that are not needed again soon.
-constexpr u64 kEvictFirst = 0x12F0000000000000;
+enum : u64 { kEvictFirst = 0x12F0000000000000 };
 DG_DEVICE void copy_async(u32 to, const u8* from, u32 bytes, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
