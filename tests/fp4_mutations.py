@@ -62,7 +62,5 @@ MUTATIONS = [
              "at.tile.row + kBox < at.tile.last;", "false;", _LARGE),
     Mutation("leave A's scales out of a large tile", "fp4_large.cuh", "i & 2 ? high : low, partial[i]",
              "1.0f, partial[i]", ("fp8 large", "fp8 large psum")),
-    Mutation("count tiles of 128 rows where they have 256", "fp4_large.cuh",
-             "load_word(at + 4) - load_word(at), kUnits)", "load_word(at + 4) - load_word(at), 1)", ("bf16 large",)),
 ]
 # fmt: on

@@ -63,7 +63,8 @@ class Fp4Run:
         masked = groups if self.grouping == "masked" else 1
         a, factors = whole(-4, 4, masked, m, k).double(), 2.0 ** whole(-1, 1, masked, m, ceil_div(k, 128)).double()
         packed, exponents = whole(0, 255, groups, n, k // 2).byte(), whole(126, 128, groups, n, k // 32)
-        exponents = (exponents + torch.arange(n)[:, None] // 8 % 2).byte()  # factors of rows that a thread has differ
+        rows = torch.arange(n)[:, None]
+        exponents = (exponents + (rows + rows // 8) % 2).byte()  # factors of rows that a thread has differ
         kind = "fp8" if self.dtype == "e4m3" else "bf16"
         weights = fp4_weights.transform(packed, exponents, kind, absolute=self.absolute)
         found = {"a": a.flatten(0, 1).to(torch.float8_e4m3fn if self.dtype == "e4m3" else torch.bfloat16)}
