@@ -8,11 +8,13 @@ from typing import Any
 import house
 import pytest
 import torch
-from public_calls import CALLS
+from public_calls import CALLS, MEGA_MOE
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import deep_gemm
 from deep_gemm import InvalidInputError
+
+EVERY = CALLS | MEGA_MOE
 
 
 class Wrapper(torch.Tensor):
@@ -82,7 +84,7 @@ ONLY_TORCH = ("meta", "wrapper")
 def test_every_public_function_that_takes_tensors_is_in_the_table() -> None:
     """But for three that only hold them: the calls that get these check them."""
     signatures = house.signatures()
-    named = (name for name in (name.partition(" ")[0] for name in CALLS) if name in signatures)
+    named = (name for name in (name.partition(" ")[0] for name in EVERY) if name in signatures)
     called = {id(operator.attrgetter(name)(deep_gemm)) for name in named}  # one function may have several names
     taken = [name for name, text in signatures.items() if "Tensor" in text]
     others = {name for name in taken if id(operator.attrgetter(name)(deep_gemm)) not in called}
@@ -90,9 +92,9 @@ def test_every_public_function_that_takes_tensors_is_in_the_table() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_tensor_that_is_no_plain_one_is_refused(name: str) -> None:
-    made = CALLS[name]
+    made = EVERY[name]
     made.call(made.tensors())
     for operand in made.tensors():
         for wrong, (make, words) in WRONG.items():
@@ -107,10 +109,10 @@ def test_a_tensor_that_is_no_plain_one_is_refused(name: str) -> None:
     made.call(made.tensors())
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", EVERY)
 def test_tensors_of_inference_mode_are_taken_outside_of_it(name: str) -> None:
     """A kernel reads and writes them as any others."""
-    made = CALLS[name]
+    made = EVERY[name]
     made.call(plain := made.tensors())
     with torch.inference_mode():
         tensors = {key: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for key, x in made.tensors().items()}
@@ -123,12 +125,12 @@ def test_tensors_of_inference_mode_are_taken_outside_of_it(name: str) -> None:
 
 def of_kernels(name: str) -> bool:
     """Whether an operation of the library makes the call."""
-    return not (CALLS[name].by_torch or name.startswith("testing.") or name in ("tensor_map", "CustomKernel", "kernel"))
+    return not (EVERY[name].by_torch or name.startswith("testing.") or name in ("tensor_map", "CustomKernel", "kernel"))
 
 
-@pytest.mark.parametrize("name", [*filter(of_kernels, CALLS)])
+@pytest.mark.parametrize("name", [*filter(of_kernels, EVERY)])
 def test_a_transform_of_torch_is_refused_in_words(name: str) -> None:
-    made = CALLS[name]
+    made = EVERY[name]
     for operand, x in made.tensors().items():
 
         def mapped(x: torch.Tensor, operand: str = operand) -> torch.Tensor:
@@ -139,11 +141,11 @@ def test_a_transform_of_torch_is_refused_in_words(name: str) -> None:
             torch.func.vmap(mapped)(torch.stack([x, x]))
 
 
-@pytest.mark.parametrize("name", [name for name in filter(of_kernels, CALLS) if re.search("gemm|bmm|einsum", name)])
+@pytest.mark.parametrize("name", [name for name in filter(of_kernels, EVERY) if re.search("gemm|bmm|einsum", name)])
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_an_output_with_memory_among_fake_tensors_is_refused(name: str) -> None:
     """It would keep what it holds, since nothing is computed of fake tensors."""
-    made = CALLS[name]
+    made = EVERY[name]
     for operand in made.tensors().keys() - {"d"}:
         tensors = made.tensors()
         tensors[operand] = FakeTensorMode().from_tensor(tensors[operand])
@@ -155,9 +157,9 @@ class Tagged(torch.Tensor):
     """A subclass that only has a name of its own."""
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", EVERY)
 def test_subclasses_and_modes_of_torch_change_nothing(name: str) -> None:
-    made = CALLS[name]
+    made = EVERY[name]
     made.call(plain := made.tensors())
     tagged: dict[str, Any] = {key: x.as_subclass(Tagged) for key, x in made.tensors().items()}
     given = {"a subclass": tagged, "deterministic": made.tensors(), "inference mode": made.tensors()}
