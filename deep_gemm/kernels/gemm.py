@@ -135,8 +135,9 @@ class GemmFamily(KernelFamily):
         return self.template.make(self.name, *tile, arch=arch or self.arch, **options)
 
     def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
-        """The serving set, without what is not legal on ``arch``."""
-        return _legal_of(self, self.serving, arch)
+        """The serving set. A test shows that all of it is legal on a family's only target; for one of several it is
+        without what is not, since each check takes time in a first call."""
+        return (_configs_of if len(self.archs) == 1 else _legal_of)(self, self.serving, arch)
 
     def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """Every config that is legal on ``arch``, each once: for surveys and tuners."""
