@@ -135,8 +135,8 @@ class GemmFamily(KernelFamily):
         return self.template.make(self.name, *tile, arch=arch or self.arch, **options)
 
     def configs(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
-        """The serving set. A test shows that all of it is legal on a family's only target; for one of several it is
-        without what is not, since each check takes time in a first call."""
+        """The serving set. If the family has several targets, without what is not legal on ``arch``. If it has one, a
+        test shows that all is legal: checks would make a first call slower."""
         return (_configs_of if len(self.archs) == 1 else _legal_of)(self, self.serving, arch)
 
     def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
