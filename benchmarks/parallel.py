@@ -4,7 +4,8 @@
 
 - a SwiGLU MLP by tensor parallelism, with the sizes of Llama 3 70B: `FP8Linear` beside `torch.nn.Linear`;
 - a mixture by expert parallelism, with the sizes of Qwen3 30B-A3B: `MoE` beside `torch.nn.functional.grouped_mm`, with
-  the same router and exchange of tokens. Each rank has so many tokens of its own;
+  the same router and exchange of tokens, and `fp8_mega_moe` over memory that the GPUs share, also in a CUDA graph. Each
+  rank has so many tokens of its own;
 - training steps with AdamW of three blocks under FSDP2, 4096 tokens a rank: gathered in FP8 and in bfloat16, beside
   `torch.nn.Linear`.
 
@@ -38,6 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional
 
+import deep_gemm
 from deep_gemm.bench import provenance
 from deep_gemm.nn import FP8Linear, MoE
 from deep_gemm.nn.exchange import TokenExchange
@@ -55,7 +57,7 @@ MOE = {"cuda": (2048, 768, 128, 8), "cpu": (256, 128, 4, 2)}
 """Width, hidden features of an expert, experts of all ranks and those of a token."""
 FSDP = {"cuda": (4096, 4096, 11264, 3), "cpu": (16, 256, 512, 1)}
 """Tokens of a rank, width, hidden features and blocks."""
-OURS, TORCH = "deep_gemm FP8", "torch BF16"
+OURS, TORCH, MEGA = "deep_gemm FP8", "torch BF16", "fp8_mega_moe"
 CALLS = 10
 """In one sample."""
 BOUND = 0.1
@@ -117,6 +119,26 @@ class TorchExperts(nn.Module):
         return torch.zeros_like(y[: len(order)]).index_copy(0, order, y.index_select(0, place))
 
 
+class MegaExperts(nn.Module):
+    """The layer of `MoE` by `fp8_mega_moe`, for ``most`` tokens of a rank."""
+
+    def __init__(self, layer: MoE, mesh: DeviceMesh, most: int) -> None:
+        super().__init__()
+        self.router, experts = copy.deepcopy(layer.router), layer.gate_up.num_groups
+        own = slice(*(experts // mesh.size() * each for each in (mesh.get_rank(), mesh.get_rank() + 1)))
+        pairs: Any = [tuple(part[own].clone() for part in each.plain()) for each in (layer.gate_up, layer.down)]
+        self.weights = deep_gemm.transform_weights_for_mega_moe_sm90(*pairs)
+        sizes = experts, most, layer.top_k, layer.width, layer.down.in_features
+        self.buffer = deep_gemm.get_symm_buffer_for_mega_moe(mesh.get_group(), *sizes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (weights, chosen), at, y = self.router.choose(x), self.buffer, torch.empty_like(x)
+        own = at.x, at.x_sf, at.topk_idx, at.topk_weights
+        deep_gemm.mega_moe_pre_dispatch_sm90(x, chosen, weights, *own, num_tokens=len(x))
+        deep_gemm.fp8_mega_moe(y, *self.weights, at, num_tokens_bound=len(x))
+        return y
+
+
 def step(model: nn.Module, x: Tensor, dy: Tensor) -> None:
     """Forward and backward."""
     x.grad = None
@@ -162,8 +184,9 @@ def mixtures(mesh: DeviceMesh) -> dict[str, dict[str, nn.Module]]:
     training, stored = MoE(*sizes, **place), MoE(*sizes, mode="inference", **place)
     stored.load_state_dict(training.state_dict())
     plain = TorchExperts(training, mesh)
+    mega = {MEGA: MegaExperts(stored, mesh, TOKENS["cuda"][-1])} if mesh.device_type == "cuda" else {}
     ours = [parallelize_module(each, mesh, ExpertParallel()) for each in (stored, training)]
-    return {name: {OURS: each, TORCH: plain} for name, each in zip(("forward", "step"), ours, strict=True)}
+    return {"forward": {OURS: ours[0], TORCH: plain, **mega}, "step": {OURS: ours[1], TORCH: plain}}
 
 
 LAYERS: dict[str, tuple[Callable[[DeviceMesh], dict[str, dict[str, nn.Module]]], dict[str, Any]]] = {
@@ -178,10 +201,14 @@ def layers(mesh: DeviceMesh, what: str) -> Iterator[tuple[dict[str, Any], Ways]]
     for name, models in make(mesh).items():
         for tokens in TOKENS[mesh.device_type]:
             x, dy = batch(mesh, tokens, sizes[mesh.device_type][0], seed=rank + 1)
-            agree(what, inference(models[OURS], x), inference(models[TORCH], x))
+            for way, model in models.items():
+                agree(f"{what}, {way}", inference(model, x), inference(models[TORCH], x))
             run: Any = partial(inference, x=x) if name == "forward" else partial(step, x=x, dy=dy)
             labels = {"layer": what, "pass": name, "tokens": tokens, "sizes": sizes[mesh.device_type]}
-            yield labels, {way: partial(run, model) for way, model in models.items()}
+            ways: Ways = {way: partial(run, model) for way, model in models.items()}
+            if MEGA in ways:
+                ways[f"{MEGA}, graph"] = captured(ways[MEGA])
+            yield labels, ways
 
 
 def agree(what: str, y: Tensor, wanted: Tensor) -> None:
@@ -197,16 +224,21 @@ def graphs(mesh: DeviceMesh) -> Iterator[tuple[dict[str, Any], Ways]]:
         x, _ = batch(mesh, tokens, MLP[mesh.device_type][0], seed=1)
         ways: Ways = {}
         for way, model in models.items():
-            for _ in range(3):
-                inference(model, x)
-            torch.cuda.synchronize()
-            captured = torch.cuda.CUDAGraph()
-            # NCCL's own thread asks for events, which another mode would refuse during capture.
-            with torch.cuda.graph(captured, capture_error_mode="thread_local"):
-                inference(model, x)
-            ways[way] = captured.replay
+            ways[way] = captured(partial(inference, model, x))
         sizes = MLP[mesh.device_type]
         yield {"layer": "tensor parallel MLP", "pass": "forward, graph", "tokens": tokens, "sizes": sizes}, ways
+
+
+def captured(call: Call) -> Call:
+    """The call as a CUDA graph."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own thread asks for events, which another mode would refuse during capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
 
 
 def fsdp(mesh: DeviceMesh) -> Iterator[tuple[dict[str, Any], Ways]]:

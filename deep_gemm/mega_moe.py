@@ -245,7 +245,7 @@ def mega_moe_pre_dispatch_sm90(
             f"x must be torch.bfloat16 and topk_weights torch.float32, but they are {x.dtype} and {topk_weights.dtype}."
         )
     rows = slice(num_tokens)
-    quantize.rows(x[rows], out=(buf_x[rows], buf_x_sf[rows]))
+    quantize.rows(x.detach()[rows], out=(buf_x[rows], buf_x_sf[rows]))  # `check_tensors` says where gradients end
     with torch.inference_mode():  # inference tensors are written outside of that mode too
         buf_topk_idx[rows].copy_(topk_idx[rows])
         torch.mul(topk_weights[rows], routed_scaling_factor, out=buf_topk_weights[rows])

@@ -118,6 +118,8 @@ def blocks(
     epsilon: float = AMAX_MIN,
 ) -> Quantized:
     """One scale for each 128 x 128: values (M, K), scales (ceil(M / 128), ceil(K / 128)). B of `fp8_gemm_nt`.
+    Several matrices (G, M, K), such as experts, are cast at once, each as if it were alone, here and in
+    `blocks_transposed` and `blocks_and_transpose`.
 
     >>> values, scales = deep_gemm.quantize.blocks(torch.ones(16, 256))
     >>> values.shape, scales.shape
@@ -333,15 +335,20 @@ def _empty(
     row_major: bool = False,
     index: Tensor | None = None,
 ) -> Quantized:
-    """Fresh outputs for a cast of x."""
+    """Fresh outputs for a cast of x, or of several matrices where all scales are of tiles."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.is_nested or x.dim() != 2:
-        checks.check_tensor("x", x, (2,))  # the operation checks what else may be wrong
+        checks.check_tensor("x", x, (2, 3) if blocks == "tile" else (2,))  # the operation checks what else may be wrong
     if not isinstance(gated, bool) or not isinstance(row_major, bool):
         raise InvalidInputError(f"gated and row_major must be True or False, not {gated!r} and {row_major!r}.")
-    rows, columns = x.shape
+    *groups, rows, columns = x.shape
     if index is not None:
         checks.check_tensor("rows", index, (1,))
         rows = index.shape[0]
+    if groups:
+        shape, of_scales = (rows, columns), ops.scales_shape(rows, columns, blocks)
+        at = -1 if transposed else 1
+        values = torch.empty((*groups, *shape[::at]), dtype=torch.float8_e4m3fn, device=x.device)
+        return values, torch.empty((*groups, *of_scales[::at]), dtype=torch.float32, device=x.device)
     return ops.empty_output(rows, columns // 2 if gated else columns, blocks, x.device, transposed, row_major)
 
 

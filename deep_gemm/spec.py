@@ -226,7 +226,8 @@ class QuantizeSpec:
     (both of the input matrix), or all; with "none" there is no such output. ``gated``: the input has twice as many
     columns, and silu(left half) * right half is cast. ``epsilon``, as the bits of a float32, is the least magnitude
     from which a scale is computed. If ``source_rows`` is given, the ``rows`` rows are gathered by an index from a
-    matrix with so many. ``factors``: stored scales are multiplied by a factor of each of the ``rows`` rows.
+    matrix with so many. ``factors``: stored scales are multiplied by a factor of each of the ``rows`` rows. ``groups``
+    matrices are cast, each as if it were alone, if all scales are of tiles.
     """
 
     rows: int
@@ -239,9 +240,11 @@ class QuantizeSpec:
     power_of_two: bool = False
     source_rows: int | None = None
     factors: bool = False
+    groups: int = 1
 
     def __str__(self) -> str:
-        return f"quantising {self.rows} x {self.columns} elements of {self.dtype}"
+        groups = f"{self.groups} times " if self.groups > 1 else ""
+        return f"quantising {groups}{self.rows} x {self.columns} elements of {self.dtype}"
 
 
 @record(frozen=True)

@@ -74,8 +74,7 @@ class Emulated:
         arguments = (ctypes.c_void_p * len(kept))(*map(ctypes.addressof, kept))
         regions = [region for x in operands.values() for region in _region(x)]
         packed = (ctypes.c_uint64 * len(regions))(*regions)
-        x, y, _ = plan.shape.grid
-        shape = (x, y, plan.shape.block, plan.shape.dynamic_shared)
+        shape = (*plan.shape.grid, plan.shape.block, plan.shape.dynamic_shared)
         error = self._emulate(*shape, arguments, packed, len(regions) // 4, int(backwards))
         if error:
             raise RuntimeError(error.decode())

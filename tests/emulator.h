@@ -245,7 +245,7 @@ inline Place blockIdx, gridDim, blockDim;
 #define threadIdx (Place{cta::current->index})
 
 // Runs a grid; "" or what went wrong. A region is four numbers: address, rows, bytes of a row, and from one row to the next.
-extern "C" const char* emulate(unsigned x, unsigned y, unsigned threads, unsigned shared_bytes, void** arguments,
+extern "C" const char* emulate(unsigned x, unsigned y, unsigned z, unsigned threads, unsigned shared_bytes, void** arguments,
                                const unsigned long long* regions, unsigned count, int backwards) {
   cta::regions.clear();
   for (const auto* at = regions; at < regions + 4 * count; at += 4)
@@ -255,11 +255,12 @@ extern "C" const char* emulate(unsigned x, unsigned y, unsigned threads, unsigne
   cta::shared_bytes = shared_bytes;
   cta::all.resize(threads);
   cta::error[0] = 0;
-  gridDim = {x, y, 1};
+  gridDim = {x, y, z};
   blockDim = {threads, 1, 1};
-  for (unsigned i = 0; i < x * y && !cta::error[0]; ++i) {
-    const unsigned block = backwards ? x * y - 1 - i : i;
-    blockIdx = {block % x, block / x, 0};
+  const unsigned count_of_ctas = x * y * z;
+  for (unsigned i = 0; i < count_of_ctas && !cta::error[0]; ++i) {
+    const unsigned block = backwards ? count_of_ctas - 1 - i : i;
+    blockIdx = {block % x, block / x % y, block / (x * y)};
     cta::run(backwards != 0);
   }
   return cta::error;

@@ -174,8 +174,8 @@ def without_the_other(_mesh: Any, headers: Path) -> str:
     return ""
 
 
-def over_gpus(mesh: Any) -> list[bool]:
-    """A job of `spawned`: whether the results of calls are those of one rank."""
+def over_gpus(mesh: Any, calls: int) -> list[bool]:
+    """A job of `spawned`: whether the results of calls, each with other counts of tokens, are those of one rank."""
     rank, ranks, experts, top_k = mesh.get_rank(), mesh.size(), 16, 4
     given, found = problem(1, experts, top_k, WIDTH, INNER), []
     first, second = (tuple(part.cuda() for part in given[name]) for name in ("gate_up", "down"))
@@ -184,7 +184,7 @@ def over_gpus(mesh: Any) -> list[bool]:
     sizes = top_k, WIDTH, INNER
     buffer = deep_gemm.get_symm_buffer_for_mega_moe(mesh.get_group(), experts, MOST, *sizes)
     one = deep_gemm.get_symm_buffer_for_mega_moe(None, experts, MOST * ranks, *sizes)
-    for seed in range(20):
+    for seed in range(calls):
         counts = [(seed * 7 + 13 * each) % 100 for each in range(ranks)]
         tokens, begin = tokens_of(sum(counts), experts, top_k, seed, seed % 5 == 4), sum(counts[:rank])
         part = slice(begin, begin + counts[rank])

@@ -16,7 +16,7 @@ from .base import EVERY_ARCH, Argument, KernelFamily, Numbers, Strides, Value, p
 TILE = 128
 
 MAX_GRID_Y = 65535
-"""The most CTAs along the second dimension of a grid."""
+"""The most CTAs along the second and the third dimension of a grid."""
 
 DTYPES: tuple[Dtype, ...] = ("bf16", "f16", "f32")
 BLOCKS: tuple[Blocks, ...] = ("row", "column", "tile")
@@ -77,6 +77,10 @@ class QuantizeFamily(KernelFamily):
             return "it multiplies rows by factors only where each row has scales of its own"
         if spec.factors and spec.power_of_two:
             return "scales that are multiplied by factors are no powers of two"
+        if spec.groups > 1 and not _is_of_tiles(spec.plain, spec.transposed):
+            return "it casts several matrices at once only with scales of tiles"
+        if spec.groups > MAX_GRID_Y:
+            return f"it casts at most {MAX_GRID_Y} matrices at once, not {spec.groups}"
         return None
 
     def configs(self, arch: ArchSpec) -> tuple[TileConfig, ...]:
@@ -104,19 +108,21 @@ class QuantizeFamily(KernelFamily):
         p, config = _variant(params), _tile(params)
         kind = "rows" if _is_of_rows(p.plain, p.transposed) else "tile"
         gated, gathered, factored = ("true" if chosen else "false" for chosen in (p.gated, p.gathered, p.factors))
+        grouped = _is_of_tiles(p.plain, p.transposed)
         rows = [gated, gathered, factored, *config.tile, config.num_threads]
         tile = [_BLOCKS[p.plain], _BLOCKS[p.transposed], gated, config.num_threads]
         template = ", ".join(map(str, [_SOURCES[params.dtype], *(rows if kind == "rows" else tile)]))
         return {
             "rows_or_tile": kind,
+            "grouped": grouped,
             "kernel": f"Quantize{kind.capitalize()}<{template}>",
             "num_threads": config.num_threads,
             "ctas_per_sm": config.ctas_per_sm,
             "index": "index" if p.gathered else "nullptr",
             "source_rows": "source_rows" if p.gathered else "rows",
             "factors": "factors" if p.factors else "nullptr",
-            "plain_output": _output("", p.plain),
-            "transposed_output": _output("t_", p.transposed),
+            "plain_output": _output("", p.plain, grouped),
+            "transposed_output": _output("t_", p.transposed, grouped),
         }
 
     def arguments(self, params: KernelParams) -> tuple[Argument, ...]:
@@ -124,12 +130,15 @@ class QuantizeFamily(KernelFamily):
         p = _variant(params)
         gathered = "const u32* index=rows, u32 source_rows, " if p.gathered else ""
         factors = "const float* factors, " if p.factors else ""
+        grouped = _is_of_tiles(p.plain, p.transposed)
         outputs = [
             f", u8* {x}values, i64 {x}stride, float* {x}scales, i64 {x}scale_stride_row, i64 {x}scale_stride_column"
+            + (f", i64 {x}group, i64 {x}scale_group" if grouped else "")
             for x, blocks in (("", p.plain), ("t_", p.transposed))
             if blocks != "none"
         ]
         head = f"const u8* input=x, i64 input_stride, u32 rows, u32 columns, {gathered}{factors}"
+        head += "i64 input_group, " if grouped else ""
         return parse_arguments(f"{head}u32 band, u32 epsilon, u32 power_of_two{''.join(outputs)}")
 
     def values(
@@ -137,9 +146,14 @@ class QuantizeFamily(KernelFamily):
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
         its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"; operand
-        "factors" multiplies their scales."""
+        "factors" multiplies their scales. Several matrices lie in a first dimension of all."""
+
+        def of_groups(name: str) -> int:
+            return strides[name][0] if len(strides[name]) > 2 else 0
+
         values: dict[str, Any] = {
-            "input_stride": strides["x"][0],
+            "input_stride": strides["x"][-2],
+            "input_group": of_groups("x"),
             "rows": spec.rows,
             "columns": spec.columns,
             "epsilon": spec.epsilon,
@@ -147,13 +161,16 @@ class QuantizeFamily(KernelFamily):
         }
         for prefix in ("", "t_"):
             if f"{prefix}values" in strides:
-                values[f"{prefix}stride"] = strides[f"{prefix}values"][0]
-                values[f"{prefix}scale_stride_row"], values[f"{prefix}scale_stride_column"] = strides[f"{prefix}scales"]
+                values[f"{prefix}stride"] = strides[f"{prefix}values"][-2]
+                row, column = strides[f"{prefix}scales"][-2:]
+                values |= {f"{prefix}scale_stride_row": row, f"{prefix}scale_stride_column": column}
+                values[f"{prefix}group"] = of_groups(f"{prefix}values")
+                values[f"{prefix}scale_group"] = of_groups(f"{prefix}scales")
         config = _tile(params)
         down, across = ceil_div(spec.rows, config.tile_rows), ceil_div(spec.columns, config.tile_columns)
         band = (ceil_div(down, MAX_GRID_Y) - 1).bit_length()
         values |= {"source_rows": spec.source_rows, "band": band}
-        grid = across << band, ceil_div(down, 1 << band), 1
+        grid = across << band, ceil_div(down, 1 << band), spec.groups
         return LaunchShape(grid=grid, block=config.num_threads, dynamic_shared=0, pdl=pdl), values
 
     def shared_bytes(self, params: KernelParams) -> int:
@@ -237,11 +254,17 @@ def _is_of_rows(plain: str, transposed: str) -> bool:
     return (plain, transposed) == ("row", "none")
 
 
-def _output(prefix: str, blocks: str) -> str:
+def _is_of_tiles(plain: str, transposed: str) -> bool:
+    """Whether all scales are of tiles, as those of weights are."""
+    return {plain, transposed} <= {"tile", "none"}
+
+
+def _output(prefix: str, blocks: str, grouped: bool) -> str:
     """C++ for one output of the kernel."""
     if blocks == "none":
         return "QuantizedOutput{}"
-    names = ("values", "stride", "scales", "scale_stride_row", "scale_stride_column")
+    names = ["values", "stride", "scales", "scale_stride_row", "scale_stride_column"]
+    names += ["group", "scale_group"] if grouped else []
     return f"output({', '.join(prefix + name for name in names)})"
 
 

@@ -135,21 +135,9 @@ def transposed(w: Tensor, scales: Tensor | None) -> Quantized:
     w = w.detach()
     if isinstance(w, Gathered):
         return w.transposed()
-    return quantize.blocks_transposed(w) if w.dim() == 2 else weights(w)[1]
+    return quantize.blocks_transposed(w)
 
 
 def weights(w: Tensor) -> tuple[Quantized, Quantized]:
-    """Weights (out, in) and their transpose in E4M3, with scales of 128 x 128. Of experts (experts, out, in) those of
-    each, one launch an expert."""
-    if w.dim() == 2:
-        return quantize.blocks_and_transpose(w)
-    experts, n, k = w.shape
-    shape = ops.scales_shape(n, k, "tile")
-    plain = w.new_empty(experts, n, k, dtype=torch.float8_e4m3fn), w.new_empty(experts, *shape, dtype=torch.float32)
-    turned = (
-        w.new_empty(experts, k, n, dtype=torch.float8_e4m3fn),
-        w.new_empty(experts, *shape[::-1], dtype=torch.float32),
-    )
-    for e in range(experts):
-        quantize.blocks_and_transpose(w[e], out=((plain[0][e], plain[1][e]), (turned[0][e], turned[1][e])))
-    return plain, turned
+    """Weights (out, in), or (experts, out, in), and their transpose in E4M3, with scales of 128 x 128."""
+    return quantize.blocks_and_transpose(w)

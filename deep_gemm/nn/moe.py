@@ -194,7 +194,7 @@ class MoE(nn.Module):
         if self.exchange is None:
             return self._computed(tokens, weights, chosen).view(x.shape)
         rows = self.exchange(tokens, chosen, self.gate_up.num_groups, self._whole)
-        return (rows.float() * weights[..., None]).sum(1).to(torch.bfloat16).view(x.shape)
+        return (rows * weights[..., None]).sum(1).to(torch.bfloat16).view(x.shape)  # in float32, as weights are
 
     def _whole(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row by one expert of this rank, with the weight 1."""

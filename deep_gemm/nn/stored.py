@@ -37,11 +37,7 @@ def cast(weight: Tensor) -> Quantized:
         return weight.pair
     if weight.device.type == "meta":
         return empty(tuple(weight.shape), "meta")
-    weight = row_major(weight, "weight")
-    if weight.dim() == 2:
-        return quantize.blocks(weight)
-    values, scales = zip(*map(quantize.blocks, weight), strict=True)
-    return torch.stack(values), torch.stack(scales)
+    return quantize.blocks(row_major(weight, "weight"))
 
 
 def plain(values: Tensor, scales: Tensor, dtype: torch.dtype, block: tuple[int, int] = BLOCK) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,7 +45,7 @@ _CHOICES: dict[str, tuple[Blocks, ...]] = {"plain": ("row", "column", "tile"), "
 @record(frozen=True, eq=False)
 class QuantizeOperands:
     """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``; and E4M3 values and float32 scales for
-    each output."""
+    each output. Of several matrices each has one dimension more, in front."""
 
     tensors: Mapping[str, Tensor]
     device: torch.device
@@ -99,12 +100,15 @@ class Quantize(KernelOperation):
             title = self.titles[output]
             values, scales = checks.pair(title, given[output], "Pass values and scales to write, or leave out out.")
             named |= {f"the values of {title}": values, f"the scales of {title}": scales}
-        device = checks.check_tensors(self.name, named, {"rows": (1,), "factors": (1,)}, (2,), ())
+        blocks = {output: given[f"{output}_blocks"] for output in self.written}
+        of_weights = set(blocks.values()) == {"tile"} and not gated
+        dims = {"rows": (1,), "factors": (1,)}
+        device = checks.check_tensors(self.name, named, dims, (2, 3) if of_weights else (2,), ())
         x = named["x"]
         if x.dtype not in INPUTS:
             known = ", ".join(map(str, INPUTS))
             raise InvalidInputError(f"x must be one of {known}, but it is {x.dtype}. Pass x.float().")
-        source_rows, columns = x.shape
+        *groups, source_rows, columns = x.shape
         index = named.get("rows")
         if index is not None:
             check_index(index)
@@ -117,9 +121,8 @@ class Quantize(KernelOperation):
                 f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
             )
         columns = columns // 2 if gated else columns
-        blocks = {output: given[f"{output}_blocks"] for output in self.written}
         for output in self.written:
-            _check_output(self.titles[output], output == "transposed", named, rows, columns, blocks[output])
+            _check_output(self.titles[output], output == "transposed", named, groups, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
             return None
         for name in self.read:
@@ -127,7 +130,7 @@ class Quantize(KernelOperation):
         if x.numel():
             named["x"] = rows_in_memory(x)
         self._check_places(named)
-        if rows == 0 or columns == 0:
+        if 0 in (*groups, rows, columns):
             return None
         spec = QuantizeSpec(
             rows=rows,
@@ -140,6 +143,7 @@ class Quantize(KernelOperation):
             power_of_two=use_ue8m0,
             source_rows=None if index is None else source_rows,
             factors=factors is not None,
+            groups=math.prod(groups),
         )
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
@@ -148,7 +152,12 @@ class Quantize(KernelOperation):
         for name, tensor in named.items():
             if name not in self.read and tensor.numel():
                 others = {other: x for other, x in named.items() if other != name}
-                checks.check_written(name, tensor, others, has_columns=name.startswith("the scales"))
+                if tensor.dim() > 2 and not tensor.is_contiguous():
+                    raise InvalidInputError(
+                        f"{name} must be contiguous for several matrices, but they have the strides {tensor.stride()}."
+                    )
+                flat = tensor.flatten(0, -2)
+                checks.check_written(name, flat, others, has_columns=name.startswith("the scales") and flat is tensor)
 
     def launches(self, x: QuantizeOperands, device: int) -> LaunchSequence:
         """One launch."""
@@ -166,20 +175,24 @@ class Quantize(KernelOperation):
         epsilon = struct.unpack("<f", struct.pack("<I", x.spec.epsilon))[0]
         with torch.inference_mode():
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
-                if blocks != "none":
-                    values, scales = cast_blocks(source, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
+                if blocks == "none":
+                    continue
+                targets = x.tensors[f"{prefix}values"].view(torch.uint8), x.tensors[f"{prefix}scales"]
+                several = source.dim() > 2
+                for matrix, *out in zip(*(each if several else (each,) for each in (source, *targets)), strict=True):
+                    values, scales = cast_blocks(matrix, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
                     if "factors" in x.tensors:
                         scales = scales * x.tensors["factors"][:, None]
                     found = (values.t(), scales.t()) if prefix else (values, scales)
-                    x.tensors[f"{prefix}values"].view(torch.uint8).copy_(found[0].view(torch.uint8))
-                    x.tensors[f"{prefix}scales"].copy_(found[1])
+                    out[0].copy_(found[0].view(torch.uint8))
+                    out[1].copy_(found[1])
 
 
 def rows_in_memory(x: Tensor) -> Tensor:
     """x, or a copy if its rows repeat one element, as those of an expanded gradient do. Refuses other strides."""
-    if x.shape[1] == 1 or x.stride(1) == 1:
+    if x.shape[-1] == 1 or x.stride(-1) == 1:
         return x
-    if x.stride(1) == 0:
+    if x.stride(-1) == 0:
         return x.detach().contiguous()
     raise InvalidInputError(
         f"x must be row-major (stride 1 along its last dimension), but it is {shape_of(x)} with strides {x.stride()}. "
@@ -237,11 +250,14 @@ def scales_shape(rows: int, columns: int, blocks: Blocks, transposed: bool = Fal
     return shape[::-1] if transposed else shape
 
 
-def _check_output(title: str, flip: bool, named: Mapping[str, Any], rows: int, columns: int, blocks: Blocks) -> None:
+def _check_output(
+    title: str, flip: bool, named: Mapping[str, Any], groups: list[int], rows: int, columns: int, blocks: Blocks
+) -> None:
     values, scales = named[f"the values of {title}"], named[f"the scales of {title}"]
+    shape = (columns, rows) if flip else (rows, columns)
     wanted = (
-        (f"the values of {title}", values, torch.float8_e4m3fn, (columns, rows) if flip else (rows, columns)),
-        (f"the scales of {title}", scales, torch.float32, scales_shape(rows, columns, blocks, flip)),
+        (f"the values of {title}", values, torch.float8_e4m3fn, (*groups, *shape)),
+        (f"the scales of {title}", scales, torch.float32, (*groups, *scales_shape(rows, columns, blocks, flip))),
     )
     for name, tensor, dtype, shape in wanted:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:

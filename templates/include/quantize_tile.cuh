@@ -17,7 +17,7 @@ struct QuantizeTile {
   enum : bool { kWhole = kPlain == kTileShared || kTransposed == kTileShared };
   static_assert(kRows == 4 || kRows == 8);
   using Elements = EightElements<kSource, kGated>;
-  enum : u32 { kWords = Elements::kWords };
+  enum : u32 { kWords = Elements::kWords, kElementBytes = Elements::kBytes };
 
   struct Shared {
     alignas(16) u32 transposed[kTransposed ? kTile * kQuads : 1];

@@ -43,4 +43,6 @@ def test_a_wait_traps_in_the_end(tmp_path: Path) -> None:
 def test_gpus_compute_what_one_does(size: int, late: int | None) -> None:
     if torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
-    assert all(all(found) for found in spawned.run(over_gpus, size=size, device="cuda", late=late))
+    for found in spawned.run(over_gpus, 1000, size=size, device="cuda", late=late):
+        assert len(found) == 1000
+        assert all(found)

@@ -2,6 +2,7 @@
 Hopper: they give the bytes of torch."""
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,13 @@ CASTS = [
     pytest.param(lambda x: quantize.rows_and_columns(x), (130, 256), BF16, id="rows and columns"),
     pytest.param(lambda x: quantize.blocks(x), (130, 136), F32, id="blocks", marks=LONG),
     pytest.param(lambda x: quantize.blocks_and_transpose(x), (130, 144), BF16, id="blocks and transpose", marks=LONG),
+    pytest.param(lambda x: quantize.blocks_and_transpose(x), (2, 130, 144), BF16, id="blocks of experts"),
 ]
 
 
 @pytest.mark.parametrize(("cast", "size", "dtype"), CASTS)
-def test_casts(cast: Callable[[Tensor], Any], size: tuple[int, int], dtype: torch.dtype, tmp_path: Path) -> None:
-    x = matrix(*size, dtype)
+def test_casts(cast: Callable[[Tensor], Any], size: tuple[int, ...], dtype: torch.dtype, tmp_path: Path) -> None:
+    x = matrix(math.prod(size[:-1]), size[-1], dtype).view(size)
     exact = flat(cast(x))
     for backwards in (False, True):
         found = launched(tmp_path / str(backwards), lambda: cast(x), [x], backwards)

@@ -323,6 +323,22 @@ def test_both_from_one_pass_are_what_each_is_alone(cast: str, options: str) -> N
         assert all(map(torch.equal, bits(pairs), bits((plain, turned))))
 
 
+@pytest.mark.parametrize("gap", [0, 16])
+def test_several_matrices_are_cast_as_each_alone(gap: int) -> None:
+    source = torch.stack([x(M + gap) * size for size in (1.0, 3.0, 100.0)])[:, :M]
+    both = quantize.blocks_and_transpose(source)
+    assert all(map(torch.equal, bits(both), bits((quantize.blocks(source), quantize.blocks_transposed(source)))))
+    for matrix, *found in zip(source, *(part for pair in both for part in pair), strict=True):
+        wanted = [part for pair in quantize.blocks_and_transpose(matrix) for part in pair]
+        assert all(map(torch.equal, bits([found]), bits([wanted])))
+
+
+def test_several_matrices_are_one_launch(gpu: FakeGpu) -> None:
+    quantize.blocks_and_transpose(torch.ones(5, M, K).bfloat16())
+    (launched,) = gpu.launched
+    assert (launched.spec.groups, launched.spec.rows, launched.spec.columns) == (5, M, K)
+
+
 @pytest.mark.parametrize("cast", ["rows_and_columns", "rows_and_blocks_transposed"])
 def test_scales_of_rows_may_be_row_major(cast: str) -> None:
     usual, asked = (getattr(quantize, cast)(x(), row_major=row_major) for row_major in (False, True))
