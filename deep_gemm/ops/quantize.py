@@ -254,9 +254,9 @@ def _check_output(
     title: str, flip: bool, named: Mapping[str, Any], groups: list[int], rows: int, columns: int, blocks: Blocks
 ) -> None:
     values, scales = named[f"the values of {title}"], named[f"the scales of {title}"]
-    shape = (columns, rows) if flip else (rows, columns)
+    height, width = (columns, rows) if flip else (rows, columns)
     wanted = (
-        (f"the values of {title}", values, torch.float8_e4m3fn, (*groups, *shape)),
+        (f"the values of {title}", values, torch.float8_e4m3fn, (*groups, height, width)),
         (f"the scales of {title}", scales, torch.float32, (*groups, *scales_shape(rows, columns, blocks, flip))),
     )
     for name, tensor, dtype, shape in wanted:
