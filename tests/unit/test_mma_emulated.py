@@ -129,6 +129,21 @@ def test_fp8(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, 
         check_dense(emulated, min(m, tile[0]) if "decode" in family else m, n, k)
 
 
+PACKED = [
+    *(case for case in FP8 if case[0] != "mma_fp8"),
+    ("mma_fp8", (64, 128, 128, 4, 1), {}),
+    ("mma_fp8", (128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads", "store": "direct"}),
+]
+
+
+@pytest.mark.parametrize(("family", "tile", "options", "target"), each_once(PACKED, ["sm_120a", "sm_80", "sm_89"]))
+def test_exponents(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str) -> None:
+    """Scales of UE8M0, four to a word, scale the products of 12.0; elsewhere they become floats."""
+    emulated = make(case(family, tile, target, scaling="ue8m0", **options))
+    for m, n, k in ((1, 64, 1024), (50, 200, 128), (61, 264, 688)):
+        check_dense(emulated, min(m, tile[0]) if "decode" in family else m, n, k)
+
+
 @pytest.mark.parametrize(("family", "tile"), [("mma_fp8_swapped", (32, 1)), ("mma_fp8_decode", (8, 32, 8, 1))], ids=str)
 def test_each_byte_is_widened_to_its_value(make: Make, family: str, tile: tuple[Any, ...]) -> None:
     """By FP16, where there are no products of FP8; NaN stays NaN."""
@@ -159,6 +174,19 @@ GROUPED = [
 @pytest.mark.parametrize(("family", "tile", "options", "form"), each_once(GROUPED, ["contiguous", "psum", "masked"]))
 def test_groups(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], form: str) -> None:
     check_groups(make(case(family, tile, "sm_89", grouping=form, **options)), [130, 0, 64, 5], 136, 272)
+
+
+PACKED_GROUPS = [(*case, target) for case in GROUPED if "fp8" in case[0] for target in ("sm_120a", "sm_89")]
+
+
+@pytest.mark.parametrize(
+    ("family", "tile", "options", "target", "form"), each_once(PACKED_GROUPS, ["contiguous", "psum", "masked"])
+)
+def test_exponents_of_groups(
+    make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str, form: str
+) -> None:
+    emulated = make(case(family, tile, target, grouping=form, scaling="ue8m0", **options))
+    check_groups(emulated, [130, 0, 64, 5], 136, 656)
 
 
 def test_nothing_depends_on_the_order_of_warps(make: Make) -> None:

@@ -212,7 +212,9 @@ class MmaGemm(Template):
         found = parse_arguments(f"u32 m, u32 n, u32 k, {order} raster, {operands}")
         if p.adds_c == "threads":
             found += parse_arguments("const u8* c, i64 c_stride")
-        if self.fp8:
+        if p.scaling == "ue8m0":
+            found += parse_arguments("const u8* scale_a=sfa, i64 scale_a_stride, const u8* scale_b=sfb, i64 scale_b_stride")
+        elif self.fp8:
             found += parse_arguments("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb")
             found += parse_arguments("i64 scale_b_stride_n, i64 scale_b_stride_k" + ", i64 scale_b_stride_g" * grouped)
         if grouped:
@@ -235,6 +237,7 @@ class MmaGemm(Template):
             "mma": {"bf16": "kMmaBf16", "f16": "kMmaF16", "e4m3": fp8}[p.dtype],
             "element": _CONSTANTS[p.output],
             "accumulate": _CONSTANTS[p.adds_c],
+            "exponents": p.scaling == "ue8m0",
             "grouping": _CONSTANTS.get(p.grouping, "") if p.grouping != "none" else "kUngrouped",
             "segments": p.segments,
             "swapped": c.swap_ab,
@@ -266,7 +269,9 @@ class MmaGemm(Template):
             values[f"{name}_stride"] = strides[name][-2 if operand.major == "k" else -1]
         if params.adds_c == "threads":
             values["c_stride"] = strides["c"][-2]
-        if self.fp8:
+        if params.scaling == "ue8m0":
+            values |= {f"scale_{name}_stride": strides[f"sf{name}"][-1] for name in "ab"}
+        elif self.fp8:
             *of_group, stride_n, stride_k = strides["sfb"]
             values |= {"scale_a_stride": strides["sfa"][-1], "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
             values |= {"scale_b_stride_g": of_group[0]} if of_group else {}
