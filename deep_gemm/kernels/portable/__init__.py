@@ -113,7 +113,7 @@ MMA_FP8_DECODE = GemmFamily(
     outputs=("bf16", "f32", "f16"),
     label="mma decode ",
     tile_prefix="mma_decode_",
-    varied=(((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}),),
+    varied=(((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}), ((16, 64, 4, 1), {"scaling": "ue8m0"})),
 )
 
 MMA_FP8 = GemmFamily(
@@ -129,6 +129,7 @@ MMA_FP8 = GemmFamily(
     varied=(
         ((128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads"}),
         ((64, 64, 128, 4, 1), {"store": "direct"}),
+        ((128, 128, 128, 8, 1), {"scaling": "ue8m0"}),
     ),
 )
 
@@ -142,7 +143,7 @@ MMA_FP8_SWAPPED = GemmFamily(
     outputs=("bf16", "f32", "f16"),
     label="mma swapped ",
     tile_prefix="mma_swapped_",
-    varied=(((64, 1), {"output": "f32", "adds_c": "threads"}),),
+    varied=(((64, 1), {"output": "f32", "adds_c": "threads"}), ((64, 2), {"scaling": "ue8m0"})),
 )
 
 MMA_GROUPED = GemmFamily(
@@ -179,6 +180,7 @@ MMA_FP8_GROUPED = GemmFamily(
     varied=(
         ((128, 128, 128, 8, 1), {"grouping": "masked"}),
         ((64, 64, 128, 4, 1), {"grouping": "psum", "segments": 256, "store": "direct"}),
+        ((128, 128, 128, 8, 1), {"grouping": "masked", "scaling": "ue8m0"}),
     ),
 )
 
@@ -216,6 +218,7 @@ MMA_FP8_GROUPED_SWAPPED = GemmFamily(
     varied=(
         ((32, 1), {"grouping": "masked"}),
         ((16, 2), {"grouping": "psum", "segments": 256, "store": "direct"}),
+        ((32, 2), {"grouping": "masked", "scaling": "ue8m0"}),
     ),
 )
 
