@@ -73,8 +73,8 @@ def scales(rows: int, blocks: int) -> Tensor:
 
 
 def exponents(rows: int, blocks: int, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Scales of 1x128 that are powers of two, (groups, rows, blocks), and their exponents as kernels take them. Those of
-    blocks that are not there would make products infinite."""
+    """Scales of 1x128 that are powers of two, (groups, rows, blocks), and their exponents as kernels take them. Those
+    of blocks that are not there would make products infinite."""
     sf = 2.0 ** torch.randint(-2, 3, (groups, rows, blocks))
     whole = torch.nn.functional.pad(sf, (0, -blocks % 4), value=2.0**127)
     return sf, get_mn_major_tma_aligned_packed_ue8m0_tensor(whole)

@@ -184,10 +184,7 @@ class MGrouped(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""
         grouping = "psum" if x.op.endswith(PSUM) else self.product.grouping
-        options: dict[str, Any] = {"alignment": x.alignment, "finish": x.finish}
-        if self.is_scaled:
-            options["scaling"] = x.scaling
-        m_grouped_reference(**x.plain, grouping=grouping, **options)
+        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.alignment, finish=x.finish, scaling=x.scaling)
 
     def special(self, x: GemmOperands) -> str:
         """Other libraries have no epilogues, and take scales of blocks."""

@@ -97,6 +97,7 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
 """Products that every card computes."""
 HALF = x(4096, N, dtype=torch.float16)
 
+
 def packed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """With scales of UE8M0, four to an int32."""
     scales = torch.ones(*values.shape[:-1], K // 128)
@@ -202,5 +203,5 @@ def test_what_needs_hopper_says_so(card: Card) -> None:
 
 def test_hopper_takes_float32_scales(card: Card) -> None:
     for call in OTHERS.values() if card.target is arch.SM90 else ():
-        with pytest.raises(UnsupportedError, match="another GPU than sm_90a: mma_fp8.* Pass float32 scales"):
+        with pytest.raises(UnsupportedError, match=r"another GPU than sm_90a: mma_fp8.* Pass float32 scales"):
             call()

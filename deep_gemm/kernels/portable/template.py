@@ -80,7 +80,10 @@ _RATES = {"sm_90a": 0.67}
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
 
-_FP8 = {"sm_89": "kMmaE4m3", "sm_120a": "kMmaE4m3Scaled"}
+_SCALED = "kMmaE4m3Scaled"
+"""Products that scale each row and column by a power of two."""
+
+_FP8 = {"sm_89": "kMmaE4m3", "sm_120a": _SCALED}
 """Products of FP8 by target. Elsewhere it is widened to FP16 in registers, which is exact: compute capabilities 8.0 and
 8.6 have no such product, and ptxas widens for those of Hopper and B200, and spills."""
 
@@ -184,12 +187,15 @@ class MmaGemm(Template):
     def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         """By counting instructions: nothing was measured. Tensor cores take the cycles of a Hopper's for as many
         products, and a calibration scales these by the rate of the instruction. Meanwhile shared memory takes a block
-        and gives fragments, and warps widen these. Each sum is promoted by one FFMA after that."""
+        and gives fragments, and warps widen these. Each sum is promoted by one FFMA after that, and
+        another instruction if columns have scales, but products have none."""
         rows, columns = warp_tile(config)
         read = 4 * config.num_consumers * (rows + columns) * 128
         moved = (config.block_m + config.block_n) * 128 + read
         words = config.num_consumers * (rows + columns) if self.fp8 and arch not in _FP8 else 0
         promoted = config.num_consumers * rows * columns / 32 * (2 if arch in _SLOW_FLOAT32 else 1)
+        if scaling == "ue8m0" and _FP8.get(arch) != _SCALED:
+            promoted *= 2
         return Costs(
             tensor=config.block_m * config.block_n / 32 / _RATES.get(arch, 1.0),
             read=read,
@@ -213,7 +219,9 @@ class MmaGemm(Template):
         if p.adds_c == "threads":
             found += parse_arguments("const u8* c, i64 c_stride")
         if p.scaling == "ue8m0":
-            found += parse_arguments("const u8* scale_a=sfa, i64 scale_a_stride, const u8* scale_b=sfb, i64 scale_b_stride")
+            found += parse_arguments(
+                "const u8* scale_a=sfa, i64 scale_a_stride, const u8* scale_b=sfb, i64 scale_b_stride"
+            )
         elif self.fp8:
             found += parse_arguments("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb")
             found += parse_arguments("i64 scale_b_stride_n, i64 scale_b_stride_k" + ", i64 scale_b_stride_g" * grouped)
