@@ -164,6 +164,12 @@ def packed(*shape: int) -> tuple[Tensor, Tensor]:
     return values, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
 
 
+def row_major(*shape: int) -> tuple[Tensor, Tensor]:
+    """As `per_token_cast_to_fp8` packs them, so that they are transposed first."""
+    values, scales = packed(*shape)
+    return values, scales.contiguous()
+
+
 def value(x: Tensor | tuple[Tensor, Tensor], block: int = 1) -> Tensor:
     if isinstance(x, Tensor):
         return x.double()
@@ -178,7 +184,7 @@ def value(x: Tensor | tuple[Tensor, Tensor], block: int = 1) -> Tensor:
 MULTIPLY: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "bf16": (deep_gemm.bf16_gemm_nt, integers, integers),
     "fp8": (deep_gemm.fp8_gemm_nt, fp8, lambda *shape: fp8(*shape, block=128)),
-    "ue8m0": (deep_gemm.fp8_gemm_nt, packed, packed),
+    "ue8m0": (deep_gemm.fp8_gemm_nt, row_major, packed),
 }
 
 
