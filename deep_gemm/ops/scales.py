@@ -131,9 +131,9 @@ def check_scales_dtype(name: str, sf: Tensor) -> None:
         )
 
 
-def are_packed(named: Mapping[str, Tensor]) -> bool:
-    """Whether scales are exponents, four to an int32."""
-    return torch.int32 in (named["the scales of a"].dtype, named["the scales of b"].dtype)
+def are_packed(named: Mapping[str, Any]) -> bool:
+    """Whether scales are exponents, four to an int32. They may be no tensors yet."""
+    return any(getattr(named[f"the scales of {name}"], "dtype", None) == torch.int32 for name in "ab")
 
 
 def check_packed(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
@@ -142,7 +142,7 @@ def check_packed(named: Mapping[str, Tensor], asked: Scalings | None) -> Scaling
     if of_a != of_b:
         raise InvalidInputError(
             f"the scales of a and b must both be torch.int32 or both torch.float32, but they are {of_a} and {of_b}. "
-            "get_mn_major_tma_aligned_packed_ue8m0_tensor packs a scale for each row."
+            "On Hopper pass torch.float32; elsewhere get_mn_major_tma_aligned_packed_ue8m0_tensor packs those of rows."
         )
     if asked not in (None, ROWS_ON_BOTH_SIDES):
         raise UnsupportedError(
