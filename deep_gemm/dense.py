@@ -37,6 +37,9 @@ def fp8_gemm_nt(
             - (1, 1, 128), as for weight gradients: a's are (M, ceil(K / 128)), b's (N, ceil(K / 128)).
             - None, with scales of whole rows: one for all of an operand, or one for each row: (M, 1) for a, (1, N) or
               (N, 1) for b, as `torch._scaled_mm` takes them. Sums are promoted to float32 all the same.
+            - (1, 1, 128), or None, with int32 scales: exponents of UE8M0, four to an element, for GPUs other than
+              Hopper. a's are (M, ceil(K / 512)), b's (N, ceil(K / 512)); see
+              `get_mn_major_tma_aligned_packed_ue8m0_tensor`. An exponent of 0 or 255 is no scale.
 
             Scales may have any strides. Scales of 1 x 128 from `get_mn_major_tma_aligned_tensor`, and slices of them,
             are read without a copy; others cost a launch.

@@ -47,7 +47,8 @@ def m_grouped_fp8_gemm_nt_contiguous(
               group follow each other: on average, 64 rows or more of padding alone may interrupt a group once.
             - The psum form: (G,), the end row of each group, without padding. A group begins where the previous one
               ends, rounded up to the alignment. The end of an empty group is its own start, or the end before it.
-        recipe: None or (1, 128, 128): the rows of a, the rows of b and the K that share a scale.
+        recipe: None or (1, 128, 128): the rows of a, the rows of b and the K that share a scale. Or (1, 1, 128) with
+            int32 scales, as in `fp8_gemm_nt`: those of b are (G, N, ceil(K / 512)).
         recipe_a, recipe_b: the same as pairs, (1, 128) and (128, 128).
         compiled_dims: sizes to compile into the kernel, letters of "mnk". With None the library decides: it compiles
             none in, so that one kernel serves all shapes.

@@ -131,8 +131,8 @@ def get_mn_major_tma_aligned_packed_ue8m0_tensor(sf: Tensor, psum_layout: Tensor
 
     Returns:
         int32, (mn, ceil(columns / 4)) or (groups, mn, ceil(columns / 4)), MN-major, each column padded to a multiple of
-        16 bytes. Byte i of element j is the biased exponent of column 4 j + i, or 0 if there is no such column. No
-        kernel for Hopper takes such scales.
+        16 bytes. Byte i of element j is the biased exponent of column 4 j + i, or 0 if there is no such column.
+        `fp8_gemm_nt` and its forms in groups along M take such scales on other GPUs than Hopper.
 
     Raises:
         InvalidInputError: wrong dtype or rank.
@@ -225,11 +225,12 @@ def transform_sf_into_required_layout(
             whatever their values, and padding rows are converted like any other.
 
     Returns:
-        Per-row scales in the layout of `get_mn_major_tma_aligned_tensor`; scales of 128 x 128 blocks unchanged.
+        Per-row scales in the layout of `get_mn_major_tma_aligned_tensor`; scales of 128 x 128 blocks, and int32 of
+        `get_mn_major_tma_aligned_packed_ue8m0_tensor`, unchanged.
 
     Raises:
         InvalidInputError: the shape or an argument is wrong.
-        UnsupportedError: packed UE8M0 scales, or granularities other than (1, 128) and (128, 128).
+        UnsupportedError: packed UE8M0 scales of blocks, or granularities other than (1, 128) and (128, 128).
 
     >>> sf = torch.ones(6, 2)
     >>> deep_gemm.transform_sf_into_required_layout(sf, 6, 256, (1, 128)).stride()
@@ -237,9 +238,10 @@ def transform_sf_into_required_layout(
     """
     gran_mn, gran_k = _granularity(recipe, is_sfa)
     check_tensor("sf", sf, by_torch=True)
-    if sf.dtype == torch.int32:
-        raise UnsupportedError("sf is torch.int32, packed UE8M0 scales, which Hopper cannot use. Pass torch.float32.")
-    if sf.dtype != torch.float32:
+    packed = sf.dtype == torch.int32
+    if packed and gran_mn != 1:
+        raise UnsupportedError("sf is torch.int32, packed UE8M0 scales, which are those of rows. Pass torch.float32.")
+    if sf.dtype != torch.float32 and not packed:
         raise InvalidInputError(f"sf must be torch.float32, but it is {sf.dtype}.")
     if gran_k != SCALE_BLOCK or gran_mn not in (1, SCALE_BLOCK):
         raise UnsupportedError(
@@ -247,13 +249,13 @@ def transform_sf_into_required_layout(
             f"{SCALE_BLOCK} x {SCALE_BLOCK} are."
         )
     groups = () if num_groups is None else (num_groups,)
-    expected = (*groups, ceil_div(mn, gran_mn), ceil_div(k, gran_k))
+    expected = (*groups, ceil_div(mn, gran_mn), ceil_div(k, 4 * gran_k if packed else gran_k))
     if tuple(sf.shape) != expected:
         raise InvalidInputError(
             f"sf must have the shape {expected} for mn = {mn}, k = {k}, blocks of {gran_mn} x {gran_k} and "
             f"num_groups = {num_groups}, but it has {tuple(sf.shape)}."
         )
-    return get_mn_major_tma_aligned_tensor(sf) if gran_mn == 1 else sf
+    return sf if packed or gran_mn != 1 else get_mn_major_tma_aligned_tensor(sf)
 
 
 def _check_scales(sf: Any) -> None:

@@ -115,9 +115,9 @@ class KernelParams:
     begin at multiples of 16 bytes, as TMA and 16-byte copies need. Otherwise it is "direct": element by element.
 
     Of a GEMM: ``dtype`` is `GemmSpec.dtypes`, ``form`` is the BLAS form of A and B ("nt": both are K-major),
-    ``scaling`` is "none", "1d1d", "1d2d" or "rowwise", and ``output`` D's dtype. ``adds_c`` says what adds C:
-    "none"; "threads", which read C; or "tma", which adds the product to D in memory. ``grouping`` is as in `GemmSpec`,
-    ``segments`` the size of the table of groups, and ``epilogue`` is applied to final sums.
+    ``scaling`` is a name in `SCALINGS`, and ``output`` D's dtype. ``adds_c`` says what adds C: "none"; "threads", which
+    read C; or "tma", which adds the product to D in memory. ``grouping`` is as in `GemmSpec`, ``segments`` the size of
+    the table of groups, and ``epilogue`` is applied to final sums.
 
     Of a cast: ``dtype`` is the input's, and ``options`` are those fields of its spec that the code depends on.
     """

@@ -252,17 +252,19 @@ def per_token_cast_to_fp8(
 ) -> Quantized:
     """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32.
 
-    ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
+    ``use_packed_ue8m0``, together with ``use_ue8m0``: scales are exponents, four to an int32; missing ones are those of
+    1.0. They are for GPUs other than Hopper.
 
     >>> values, scales = deep_gemm.per_token_cast_to_fp8(torch.ones(16, 256), use_ue8m0=False)
     >>> scales.shape
     torch.Size([16, 2])
     """
-    if use_packed_ue8m0 is False and _has_kernel(x, gran_k):
-        out = _dense(x, "row")
-        ops.plain(x, None, None, out, "row", use_ue8m0, AMAX_MIN, False)
-        return out
-    return cast_reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
+    cast_reference.check_packing(use_ue8m0, use_packed_ue8m0)
+    if not _has_kernel(x, gran_k):
+        return cast_reference.per_token_cast_to_fp8(x, use_ue8m0, gran_k, use_packed_ue8m0)
+    values, sf = _dense(x, "row")
+    ops.plain(x, None, None, (values, sf), "row", use_ue8m0, AMAX_MIN, False)
+    return values, cast_reference.pack_scales(sf) if use_packed_ue8m0 else sf
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> Quantized:

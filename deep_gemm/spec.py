@@ -22,12 +22,14 @@ AMAX_MIN = 1e-4
 
 Dtype: TypeAlias = Literal["e4m3", "e5m2", "bf16", "f16", "f32"]
 Major: TypeAlias = Literal["k", "mn"]
-Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor"]
+Scaling: TypeAlias = Literal["none", "1x128", "128x128", "row", "tensor", "ue8m0"]
+"""UE8M0: exponents of scales of 1x128, four to an int32."""
 SCALINGS: dict[tuple[Scaling, Scaling], str] = {
     ("none", "none"): "none",
     ("1x128", "1x128"): "1d1d",
     ("1x128", "128x128"): "1d2d",
     ("row", "row"): "rowwise",
+    ("ue8m0", "ue8m0"): "ue8m0",
 }
 """The names of supported pairs of scalings, those of A and of B."""
 Grouping: TypeAlias = Literal["none", "contiguous", "psum", "masked", "k", "batched", "summed", "heads"]

@@ -191,7 +191,9 @@ struct Product {
   const float* c;
   float* d;
   u32 a[4], b[2];
+  u32 of_a = 0x7f, of_b = 0x7f;  // a scale in the lowest byte, ue8m0
 };
+inline double from_ue8m0(u32 x) { return (x & 0xff) == 0xff ? NAN : ldexp(1.0, static_cast<int>(x & 0xff) - 127); }
 // m16n8k16 of 16-bit elements if kEach is 2, and m16n8k32 of bytes if it is 4: elements of a word. Sums are exact before they are rounded.
 template <u32 kEach, class Element>
 void multiply(const char* what, Product own, const Element& element) {
@@ -212,9 +214,10 @@ void multiply(const char* what, Product own, const Element& element) {
       const auto& x = *static_cast<Product*>(lanes[lane]);
       for (u32 i = 0; i < 4; ++i) {
         const u32 row = (lane >> 2) + (i < 2 ? 0 : 8), column = lane % 4 * 2 + (i & 1);
-        double sum = x.c[i];
+        double sum = 0.0;
         for (u32 k = 0; k < kDepth; ++k) sum += a[row][k] * b[k][column];
-        x.d[i] = static_cast<float>(sum);
+        const u32 of_a = static_cast<Product*>(lanes[row % 8 * 4 + row / 8])->of_a, of_b = static_cast<Product*>(lanes[column * 4])->of_b;
+        x.d[i] = static_cast<float>(x.c[i] + sum * from_ue8m0(of_a) * from_ue8m0(of_b));
       }
     }
   });
@@ -230,17 +233,22 @@ void multiply(const char* what, Product own, const Element& element) {
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, 2, from_bf16)
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, 2, from_f16)
 DG_PRODUCT(ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32, 4, from_e4m3)
-// With a scale for 32 of K of each row of A and column of B. Kernels give ones alone.
+// With a scale for 32 of K of each row of A and column of B.
 inline void ptx_mma_sync_aligned_m16n8k32_row_col_kind_mxf8f6f4_block_scale_scale_vec_1X_f32_e4m3_e4m3_f32_ue8m0(
     float& d0, float& d1, float& d2, float& d3, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0, float c1, float c2, float c3,
     u32 scale_a, u16 byte_a, u16 thread_a, u32 scale_b, u16 byte_b, u16 thread_b) {
-  if (scale_a != 0x7f7f7f7f || scale_b != 0x7f7f7f7f || byte_a | thread_a | byte_b | thread_b) cta::fail("scales that are not ones");
-  ptx_mma_sync_aligned_m16n8k32_row_col_f32_e4m3_e4m3_f32(d0, d1, d2, d3, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3);
+  if (byte_a | thread_a | byte_b | thread_b) cta::fail("scales of other bytes or threads");
+  const float c[4] = {c0, c1, c2, c3};
+  float d[4];
+  const auto element = [](u32 word, u32 i) { return from_e4m3(word >> 8 * i); };
+  multiply<4>("block_scale", {c, d, {a0, a1, a2, a3}, {b0, b1}, scale_a, scale_b}, element);
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 
 // ---- global memory, registers and conversions
 
 inline void ptx_ld_global_f32(float& x, const void* at) { x = cta::load<float>(at); }
+inline void ptx_ld_global_u8(u32& x, const void* at) { x = cta::load<u8>(at); }
 inline void ptx_ld_global_u16(u16& x, const void* at) { x = cta::load<u16>(at); }
 inline void ptx_ld_global_u32(u32& x, const void* at) { x = cta::load<u32>(at); }
 inline void ptx_ld_global_s32(int& x, const void* at) { x = cta::load<int>(at); }

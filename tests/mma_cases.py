@@ -9,9 +9,10 @@ from torch import Tensor
 from deep_gemm import arch
 from deep_gemm.expression import Expression
 from deep_gemm.kernels.portable import PORTABLE
+from deep_gemm.layout import get_mn_major_tma_aligned_packed_ue8m0_tensor
 from deep_gemm.params import KernelParams
 from deep_gemm.parts import Parts
-from deep_gemm.spec import GemmSpec, Operand
+from deep_gemm.spec import SCALINGS, GemmSpec, Operand, Scaling
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "e4m3": torch.float8_e4m3fn}
 SMS = 3
@@ -71,11 +72,23 @@ def scales(rows: int, blocks: int) -> Tensor:
     return whole[:, :rows].t()
 
 
+def exponents(rows: int, blocks: int, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Scales of 1x128 that are powers of two, (groups, rows, blocks), and their exponents as kernels take them. Those
+    of blocks that are not there would make products infinite."""
+    sf = 2.0 ** torch.randint(-2, 3, (groups, rows, blocks))
+    whole = torch.nn.functional.pad(sf, (0, -blocks % 4), value=2.0**127)
+    return sf, get_mn_major_tma_aligned_packed_ue8m0_tensor(whole)
+
+
+def scalings(params: KernelParams) -> tuple[Scaling, Scaling]:
+    """Those of A and B."""
+    return next(pair for pair, name in SCALINGS.items() if name == params.scaling)
+
+
 def dense_spec(params: KernelParams, m: int, n: int, k: int) -> GemmSpec:
-    of_a, of_b = ("1x128", "128x128") if params.dtype == "e4m3" else ("none", "none")
     a, b = (
         Operand(params.dtype, major, scaling)  # type: ignore[arg-type]
-        for major, scaling in zip(params.majors, (of_a, of_b), strict=True)
+        for major, scaling in zip(params.majors, scalings(params), strict=True)
     )
     d = Operand(params.output, "mn", aligned=params.store == "tma")  # type: ignore[arg-type]
     accumulate = "none" if params.adds_c == "none" else "from c"
@@ -95,8 +108,14 @@ def check_dense(run: Run, m: int, n: int, k: int, backwards: bool = False) -> No
     whole = sentinel(m, n, p.output, aligned)
     operands = {"a": a, "b": b, "d": whole[:, :n]}
     left, right, numbers = a.double(), b.double(), {}
-    if p.dtype == "e4m3":
-        blocks = -(-k // 128)
+    blocks = -(-k // 128)
+    if p.scaling == "ue8m0":
+        for name, rows in (("a", m), ("b", n)):
+            sf, packed = exponents(rows, blocks)
+            operands[f"sf{name}"] = packed[0]
+            each = sf[0].double().repeat_interleave(128, 1)[:, :k]
+            left, right = (left * each, right) if name == "a" else (left, right * each)
+    elif p.dtype == "e4m3":
         operands |= {"sfa": scales(m, blocks), "sfb": 2.0 ** torch.randint(-2, 3, (-(-n // 128), blocks))}
         left = left * operands["sfa"].double().repeat_interleave(128, 1)[:, :k]
         right = right * operands["sfb"].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
@@ -161,8 +180,12 @@ def check_groups(run: Run, sizes: list[int], n: int, k: int) -> None:
     operands = {"a": a, "b": flat, "d": whole[:, :n], "layout": layout}
     exact = torch.zeros(rows, n, dtype=torch.double)
     of_a = of_b = None
-    if fp8:
-        blocks = -(-k // 128)
+    blocks, step = -(-k // 128), 128
+    if p.scaling == "ue8m0":
+        masked, step = form == "masked", 1
+        whole_of_a, operands["sfa"] = exponents(*(192 if masked else rows, blocks, len(sizes) if masked else 1))
+        of_a, (of_b, operands["sfb"]) = whole_of_a.flatten(0, 1), exponents(n, blocks, len(sizes))
+    elif fp8:
         of_b = 2.0 ** torch.randint(-2, 3, (len(sizes), -(-n // 128), blocks))
         of_a = 2.0 ** torch.randint(-2, 3, (rows, blocks))
         operands["sfb"] = of_b
@@ -179,11 +202,11 @@ def check_groups(run: Run, sizes: list[int], n: int, k: int) -> None:
         left, right = a[start : start + size].double(), each[group].double()
         if of_a is not None and of_b is not None:
             left = left * of_a[start : start + size].double().repeat_interleave(128, 1)[:, :k]
-            right = right * of_b[group].double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            right = right * of_b[group].double().repeat_interleave(step, 0)[:n].repeat_interleave(128, 1)[:, :k]
         exact[start : start + size] = left @ right.t()
         if p.epilogue:
             exact[start : start + size] = (exact[start : start + size] + bias[group]).relu()
-    of = ("1x128", "128x128") if fp8 else ("none", "none")
+    of = scalings(p)
     spec = GemmSpec(
         *(192 if form == "masked" else rows, n, k),
         *(Operand(p.dtype, "k", of[0]), Operand(p.dtype, major, of[1]), Operand(p.output, "mn", aligned=aligned)),  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from deep_gemm.ops.cast_reference import per_token_cast_to_fp8
 from deep_gemm.ops.reference import BLOCKS, Scalings, exact_product
 
 from .. import ops
-from ..layout import get_mn_major_tma_aligned_tensor
+from ..layout import get_mn_major_tma_aligned_packed_ue8m0_tensor, get_mn_major_tma_aligned_tensor
 from ..ops import table
 from ..spec import SCALE_BLOCK, ceil_div
 from ..testing.accuracy import accumulation_bound, half_accumulation_bound, tolerance
@@ -138,6 +138,18 @@ class GemmOperation(ProductOperation):
 
     def elements(self, dims: Dims) -> int:
         return dims[0] * dims[1]
+
+
+class PackedOperation(GemmOperation):
+    """`fp8_gemm_nt` with scales of UE8M0, which GPUs other than Hopper take. It is checked, and not compared."""
+
+    def __init__(self) -> None:
+        super().__init__(ops.DEFAULT)
+        self.scaling = table.EXPONENTS
+
+    def _cast(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        values, sf = per_token_cast_to_fp8(x, True)
+        return values, get_mn_major_tma_aligned_packed_ue8m0_tensor(sf)
 
 
 def k_refused(k: int) -> str:

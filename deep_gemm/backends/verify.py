@@ -28,6 +28,7 @@ from ..settings import settings
 from ..spec import GemmSpec
 from .accuracy import examine
 from .fp4_operations import Fp4GroupedOperation, Fp4Operation
+from .operations import PackedOperation
 from .registry import Dims, Operation, get_kernel, get_operation, operation_names
 from .results import Result
 from .runner import compare
@@ -57,6 +58,7 @@ FORCED: Mapping[tuple[str, ...], tuple[Dims, ...]] = {
 }
 """Shapes with ragged edges, in which families are forced. Some take few rows only."""
 
+PACKED = PackedOperation()
 NOT_OF_FAMILIES = Fp4Operation, Fp4GroupedOperation
 """Operations that no family of GEMMs computes."""
 
@@ -190,13 +192,15 @@ def _force(
     steps = {round(index * (len(configs) - 1) / (TILES - 1)) for index in range(TILES)}
     every = [(op, dims) for op in map(get_operation, operation_names()) for dims in FORCED.get(op.dims, ())]
     every = [(op, dims) for op, dims in every if not isinstance(op, NOT_OF_FAMILIES)]
+    packed = "ue8m0" in family.scalings
+    every += [(PACKED, dims) for dims in FORCED[PACKED.dims] if packed]
     for op, dims in every:
-        if found.calls >= 2 * TILES:
+        if found.calls >= 2 * TILES * (1 + packed):
             break
         if time.monotonic() > end:
             report.late.append(family.name)
             break
-        progress(f"{family.name}: {op.name}")
+        progress(f"{family.name}: {_name(op)}")
         for result in _forced(op, dims, device, family, [configs[index] for index in sorted(steps)], arch):
             found.calls += 1
             if isinstance(result, str):
@@ -222,7 +226,7 @@ def _forced(
         list(pool.map(lambda each: engine.build(family.params(each[0], each[1], arch)), able))
     exact = allowed = None
     for config in dict.fromkeys(config for _, config in able):
-        where = f"{op.name} {'x'.join(map(str, dims))} in {config}"
+        where = f"{_name(op)} {'x'.join(map(str, dims))} in {config}"
         try:
             with options.only(config.__eq__):
                 results = [_result(op, operands) for _ in range(2)]
@@ -241,6 +245,10 @@ def _forced(
             yield f"{where}: the second call gave other bits"
         else:
             yield accuracy.of_allowed
+
+
+def _name(op: Operation) -> str:
+    return f"{op.name} with scales of UE8M0" if op is PACKED else op.name
 
 
 def _result(op: Operation, operands: tuple[Any, ...]) -> Tensor:

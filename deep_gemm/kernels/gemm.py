@@ -344,6 +344,8 @@ def instead(spec: Spec) -> str:
         return ""
     if spec.epilogue.is_gated:
         return "Multiply without the gate, and call deep_gemm.fused.silu_and_mul. "
+    if spec.a.scaling == "ue8m0":
+        return "Pass float32 scales, which may be powers of two. "
     if spec.d.dtype == "e4m3":
         return "Write a bfloat16 d, and cast it by deep_gemm.quantize.rows. "
     if spec.a.dtype == "e4m3" and spec.b.scaling != "128x128" and spec.grouping == "none":

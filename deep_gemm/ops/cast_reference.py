@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deep_gemm.errors import InvalidInputError, UnsupportedError
+from deep_gemm.errors import InvalidInputError
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, align, ceil_div
 from deep_gemm.tensors import check_tensor, described, shown
 
@@ -28,15 +28,24 @@ def per_token_cast_to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Cast x (m, k) with one scale per row per ``gran_k`` columns: (m, k) E4M3, (m, ceil(k / gran_k)) float32.
 
-    ``use_packed_ue8m0``, scales as exponents packed into int32, is an UnsupportedError: Hopper cannot use them.
+    ``use_packed_ue8m0``, together with ``use_ue8m0``: scales are exponents, as `pack_scales` packs them.
     """
+    check_packing(use_ue8m0, use_packed_ue8m0)
+    values, sf = cast_blocks(x, 1, gran_k, use_ue8m0)
+    return values, pack_scales(sf) if use_packed_ue8m0 else sf
+
+
+def check_packing(use_ue8m0: object, use_packed_ue8m0: object) -> None:
+    """Refuse what is no bool, and packed scales that are no powers of two."""
     _check_bool("use_packed_ue8m0", use_packed_ue8m0)
-    if use_packed_ue8m0:
-        raise UnsupportedError(
-            "use_packed_ue8m0 is True, and Hopper cannot use packed UE8M0 scales. Leave it False: scales are float32 "
-            "then, and powers of two with use_ue8m0."
-        )
-    return cast_blocks(x, 1, gran_k, use_ue8m0)
+    _check_bool("use_ue8m0", use_ue8m0)
+    if use_packed_ue8m0 and not use_ue8m0:
+        raise InvalidInputError("use_ue8m0 must be True with use_packed_ue8m0: only powers of two are exponents alone.")
+
+
+def pack_scales(sf: Tensor) -> Tensor:
+    """`pack_ue8m0_to_int` of scales (m, any number); missing ones are those of 1.0."""
+    return pack_ue8m0_to_int(torch.nn.functional.pad(sf, (0, -sf.shape[1] % 4), value=1.0))
 
 
 def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = SCALE_BLOCK) -> tuple[Tensor, Tensor]:

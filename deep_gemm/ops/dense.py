@@ -64,7 +64,7 @@ class Dense(Gemm):
         device = checks.check_tensors(self.called(form), named, _RANKS, (2,), ("d", SCALES_OF_D))
         named = {name: x.t() if _is_flipped(name, form) else x for name, x in named.items()}
         self._check_values(named, form)
-        scaling = scales.check_dense(named, asked) if self.is_scaled else PLAIN
+        scaling = scales.check_dense(named, asked, or_packed=True) if self.is_scaled else PLAIN
         self._check_outputs(named, form, epilogue)
         self.check_epilogue_tensors(named, epilogue)
         if checks.is_fake(named.values()):
@@ -164,7 +164,7 @@ class Dense(Gemm):
         majors = []
         for name, scaling in zip("ab", x.scaling, strict=True):
             majors.append(prepared.add_values(name, x.tensors[name]))
-            if scaling == "1x128":
+            if scaling in ("1x128", "ue8m0"):
                 prepared.add_row_scales(f"sf{name}", x.tensors[f"sf{name}"])
             elif scaling == "row":
                 prepared.strides[f"sf{name}"] = (_stride_of_rows(x.tensors[f"sf{name}"]),)

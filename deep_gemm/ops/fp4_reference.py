@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.ops import checks
-from deep_gemm.ops.cast_reference import ceil_to_ue8m0, pack_ue8m0_to_int, unpack_ue8m0_from_int
+from deep_gemm.ops.cast_reference import ceil_to_ue8m0, check_packing, pack_scales, unpack_ue8m0_from_int
 from deep_gemm.ops.mxfp4 import E2M1, MIDDLES, PACKED, VALUES, pack
 from deep_gemm.spec import AMAX_MIN, SCALE_BLOCK, ceil_div
 from deep_gemm.tensors import check_tensor, described, shape_of
@@ -35,9 +35,7 @@ def per_token_cast_to_fp4(
     (torch.Size([16, 128]), torch.Size([16, 8]))
     """
     _check(gran_k, use_packed_ue8m0)
-    checks.check_bool("use_ue8m0", use_ue8m0)
-    if use_packed_ue8m0 and not use_ue8m0:
-        raise InvalidInputError("use_ue8m0 must be True with use_packed_ue8m0: only powers of two are exponents alone.")
+    check_packing(use_ue8m0, use_packed_ue8m0)
     check_tensor("x", x, (2,), by_torch=True)
     rows, columns = x.shape
     if not x.is_floating_point() or columns % 2:
@@ -53,9 +51,7 @@ def per_token_cast_to_fp4(
     for middle in MIDDLES:
         codes += scaled.abs() > middle
     codes |= ((scaled < 0) & (codes > 0)).to(torch.uint8) << 3
-    if use_packed_ue8m0:
-        scales = pack_ue8m0_to_int(torch.nn.functional.pad(scales, (0, -count % 4), value=1.0))
-    return pack(codes).view(torch.int8), scales
+    return pack(codes).view(torch.int8), pack_scales(scales) if use_packed_ue8m0 else scales
 
 
 def cast_back_from_fp4(packed: Tensor, sf: Tensor, gran_k: int = SCALE_BLOCK, use_packed_ue8m0: bool = False) -> Tensor:

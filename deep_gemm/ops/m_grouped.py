@@ -24,7 +24,7 @@ from . import checks, device_values, layouts, scales
 from .checks import MAX_SIZE, shape_of
 from .gemm import EPILOGUE, SCALES_OF_D, TENSOR, Gemm, GemmOperands
 from .layouts import Preparation, flat_stride
-from .table import M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
+from .table import EXPONENTS, M_BF16, M_BF16_MASKED, M_FP8, M_FP8_MASKED, PRODUCTS, PSUM
 from .with_epilogue import EpilogueOperator
 
 MAJOR_K_MULTIPLE = 64
@@ -88,7 +88,8 @@ class MGrouped(Gemm):
         if epilogue.expression is not None:
             raise UnsupportedError("a GEMM grouped by M takes no Epilogue.custom. Apply its expression after the call.")
         asked, dims = self.check_options(given)
-        if self.is_scaled:
+        packed = self.is_scaled and scales.are_packed(named)
+        if self.is_scaled and not packed:
             scales.check_blocks(asked, given, "GEMMs grouped by M")
         rank = 3 if self.is_masked else 2
         ranks = {self.layout: (1,), "b": (3,), "the scales of b": (3,)}
@@ -99,7 +100,7 @@ class MGrouped(Gemm):
         if form == "nn":
             named |= {name: named[name].transpose(1, 2) for name in ("b", "the scales of b") if name in named}
         a, b, layout, d = (named[name] for name in ("a", "b", self.layout, "d"))
-        self._check_dtypes(named, form)
+        self._check_dtypes(named, form, packed)
         checks.check_int32(self.layout, layout)
         if d.dtype != torch.bfloat16 and SCALES_OF_D not in named:
             raise InvalidInputError(
@@ -109,7 +110,8 @@ class MGrouped(Gemm):
         is_psum = bool(given.get("use_psum_layout"))
         columns = self.columns(named, epilogue)
         check_shapes(a, b, d, columns, self.layout, layout, form, is_psum)
-        if self.is_scaled:
+        scaling = scales.check_packed(named, asked) if packed else self.product.scaling
+        if self.is_scaled and not packed:
             _check_scales(a, named["the scales of a"], b, named["the scales of b"])
         self.check_epilogue_tensors(named, epilogue)
         of_rows = [part.name for part in PARTS if part.axes == "m" and part.name in named]
@@ -125,13 +127,14 @@ class MGrouped(Gemm):
         tensors = dict(zip(self.operands, named.values(), strict=True))
         op = self.name + PSUM * is_psum
         more = {"groups": groups, **sizes, "epilogue": epilogue, "alpha": alpha}
-        return GemmOperands(op, tensors, device, m, n, k, dims, self.product.scaling, **more)
+        return GemmOperands(op, tensors, device, m, n, k, dims, scaling, **more)
 
-    def _check_dtypes(self, named: Mapping[str, Tensor], form: str) -> None:
+    def _check_dtypes(self, named: Mapping[str, Tensor], form: str, packed: bool) -> None:
         for name in ("a", "b"):
             if self.is_scaled:
                 scales.check_e4m3(name, named[name])
-                scales.check_scales_dtype(name, named[f"the scales of {name}"])
+                if not packed:
+                    scales.check_scales_dtype(name, named[f"the scales of {name}"])
                 scales.check_k(k := named[name].shape[-1], f"it is {k}")
             else:
                 self.check_dtype(name, named[name], self.called(form), f" Pass {name}.to({self.dtype}).")
@@ -163,7 +166,10 @@ class MGrouped(Gemm):
         major, prepared.strides["b"] = self._weights(x.tensors["b"])
         if self.is_scaled:
             prepared.add_row_scales("sfa", x.tensors["sfa"])
-            prepared.strides["sfb"] = x.tensors["sfb"].stride()
+            if x.scaling == EXPONENTS:
+                prepared.add_row_scales("sfb", x.tensors["sfb"])
+            else:
+                prepared.strides["sfb"] = x.tensors["sfb"].stride()
         return "k", major
 
     def faults(self, x: GemmOperands) -> Sequence[Fault]:
@@ -178,10 +184,12 @@ class MGrouped(Gemm):
     def reference(self, x: GemmOperands) -> None:
         """See `m_grouped_reference`."""
         grouping = "psum" if x.op.endswith(PSUM) else self.product.grouping
-        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.alignment, finish=x.finish)
+        m_grouped_reference(**x.plain, grouping=grouping, alignment=x.alignment, finish=x.finish, scaling=x.scaling)
 
     def special(self, x: GemmOperands) -> str:
-        """Other libraries have no epilogues."""
+        """Other libraries have no epilogues, and take scales of blocks."""
+        if x.scaling == EXPONENTS:
+            return "scales of UE8M0"
         return f"the epilogue {x.epilogue}" if x.epilogue else ""
 
     def shape(self, x: GemmOperands) -> str:

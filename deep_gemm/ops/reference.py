@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deep_gemm.parts import PARTS, SWIGLU
 from deep_gemm.records import record
-from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align
+from deep_gemm.spec import SCALE_BLOCK, Grouping, Scaling, align, ceil_div
 
 CHUNK_ELEMENTS = 1 << 24
 """At most this many dequantised elements of A, of B and of the product exist at a time (128 MiB each in float64)."""
@@ -183,8 +183,10 @@ def _write(d: Tensor, where: tuple[slice, slice], block: Tensor, c: Tensor | Non
 def dequantised(x: Tensor, sf: Tensor, kind: Scaling, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
     """The dequantised values of an operand (rows, K) of `fp8_gemm_nt`, or of some of its rows, which begin at a
     multiple of 128."""
-    from deep_gemm.ops.cast_reference import dequantise  # here: a GPU needs none of it
+    from deep_gemm.ops.cast_reference import dequantise, unpack_ue8m0_from_int  # here: a GPU needs none of it
 
+    if kind == "ue8m0":
+        sf, kind = unpack_ue8m0_from_int(sf)[:, : ceil_div(x.shape[1], SCALE_BLOCK)], "1x128"
     if kind == "row":
         each = sf.reshape(-1, 1).expand(x.shape[0], 1)[rows]
         return dequantise(x[rows], each, (1, max(1, x.shape[1])), dtype)
@@ -292,6 +294,7 @@ def m_grouped_reference(
     sfa: Tensor | None = None,
     sfb: Tensor | None = None,
     finish: Finish | None = None,
+    scaling: Scalings = BLOCKS,
 ) -> None:
     """Multiply the rows of each group by its matrix, and write that, or its `Finish`, rounded once to d's dtype.
 
@@ -311,7 +314,9 @@ def m_grouped_reference(
                 b16_gemm_reference(flat_a[where], b[group], flat_d[where], finish=own)
             else:
                 scales = sfa.flatten(0, -2)[where], sfb[group]
-                fp8_gemm_reference(flat_a[where], scales[0], b[group], scales[1], flat_d[where], finish=own)
+                fp8_gemm_reference(
+                    flat_a[where], scales[0], b[group], scales[1], flat_d[where], scaling=scaling, finish=own
+                )
 
 
 def group_rows(layout: Tensor, grouping: Grouping, rows: int, alignment: int = 1) -> Iterator[tuple[int, slice]]:

@@ -16,7 +16,7 @@ from ..spec import SCALE_BLOCK, align, ceil_div
 from . import checks
 from .checks import shape_of
 from .layouts import TMA_BYTES, is_k_major
-from .table import ROWS_ON_BOTH_SIDES, WHOLE_ROWS
+from .table import EXPONENTS, ROWS_ON_BOTH_SIDES, WHOLE_ROWS
 
 _RECIPES: dict[tuple[int, int, int], Scalings] = {
     (1, SCALE_BLOCK, SCALE_BLOCK): BLOCKS,
@@ -25,7 +25,7 @@ _RECIPES: dict[tuple[int, int, int], Scalings] = {
 FP4_CARRIERS = frozenset(
     dtype for name in ("int8", "uint8", "float4_e2m1fn_x2") if (dtype := getattr(torch, name, None)) is not None
 )
-_PACKED_SCALES = frozenset(
+_EXPONENTS = frozenset(
     dtype for name in ("int32", "uint8", "float8_e8m0fnu") if (dtype := getattr(torch, name, None)) is not None
 )
 
@@ -120,9 +120,9 @@ def check_k(k: int, found: str) -> None:
 
 
 def check_scales_dtype(name: str, sf: Tensor) -> None:
-    if sf.dtype in _PACKED_SCALES:
+    if sf.dtype in _EXPONENTS:
         raise UnsupportedError(
-            f"the scales of {name} are {sf.dtype}, as packed UE8M0 scales are, which Hopper cannot use. "
+            f"the scales of {name} are {sf.dtype}, as UE8M0 scales are, which this product does not take. "
             "Pass them as torch.float32; their values may be powers of two."
         )
     if sf.dtype != torch.float32:
@@ -131,9 +131,39 @@ def check_scales_dtype(name: str, sf: Tensor) -> None:
         )
 
 
-def check_dense(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
-    """Check the scales of a (M, K) and b (N, K). Returns the scalings."""
+def are_packed(named: Mapping[str, Any]) -> bool:
+    """Whether scales are exponents, four to an int32. They may be no tensors yet."""
+    return any(getattr(named[f"the scales of {name}"], "dtype", None) == torch.int32 for name in "ab")
+
+
+def check_packed(named: Mapping[str, Tensor], asked: Scalings | None) -> Scalings:
+    """Check int32 scales of a (.., M, K) and b (.., N, K). Returns the scalings."""
+    of_a, of_b = (named[f"the scales of {name}"].dtype for name in "ab")
+    if of_a != of_b:
+        raise InvalidInputError(
+            f"the scales of a and b must both be torch.int32 or both torch.float32, but they are {of_a} and {of_b}. "
+            "On Hopper pass torch.float32; elsewhere get_mn_major_tma_aligned_packed_ue8m0_tensor packs those of rows."
+        )
+    if asked not in (None, ROWS_ON_BOTH_SIDES):
+        raise UnsupportedError(
+            f"scales of torch.int32 are those of 1 x {SCALE_BLOCK} for both a and b: leave the recipe out, or pass "
+            f"recipe=(1, 1, {SCALE_BLOCK})."
+        )
+    for name in "ab":
+        values, sf = named[name], named[f"the scales of {name}"]
+        if values.dtype == E5M2:
+            raise UnsupportedError(f"{name} is {E5M2}, which is multiplied with float32 scales only. {_TO_E4M3}")
+        wanted = (*values.shape[:-1], ceil_div(values.shape[-1], 4 * SCALE_BLOCK))
+        more = " get_mn_major_tma_aligned_packed_ue8m0_tensor returns such scales."
+        check_scales_shape(name, sf, wanted, f"four exponents of a row of {name} per {4 * SCALE_BLOCK} of K", more)
+    return EXPONENTS
+
+
+def check_dense(named: Mapping[str, Tensor], asked: Scalings | None, or_packed: bool = False) -> Scalings:
+    """Check the scales of a (M, K) and b (N, K). Returns the scalings. ``or_packed``: see `check_packed`."""
     a, sfa, b, sfb = (named[name] for name in ("a", "the scales of a", "b", "the scales of b"))
+    if or_packed and are_packed(named):
+        return check_packed(named, asked)
     check_scales_dtype("a", sfa)
     check_scales_dtype("b", sfb)
     if E5M2 in (a.dtype, b.dtype):

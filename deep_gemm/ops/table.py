@@ -26,6 +26,8 @@ TORCH = {dtype: name for name, dtype in DTYPES.items()}
 PLAIN: Scalings = ("none", "none")
 ROWS_ON_BOTH_SIDES: Scalings = ("1x128", "1x128")
 """1D1D."""
+EXPONENTS: Scalings = ("ue8m0", "ue8m0")
+"""Powers of two on both sides, four to an int32, of rows as in 1D1D."""
 WHOLE_ROWS: Scalings = ("row", "row")
 """One scale for each row of A and of B; one scale may also apply to all rows of an operand."""
 

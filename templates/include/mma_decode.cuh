@@ -1,5 +1,5 @@
 // D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T with mma.sync, for few rows of A, which are columns of the sums. B is K-major, or MN-major
-// with 16-bit elements. FP8 has scales of 1x128 for A and of 128x128 for B.
+// with 16-bit elements. FP8 has scales as in mma_gemm.cuh.
 //
 // Each warp multiplies blocks of K of its own, for all sums of the tile. It copies them to a ring of its own, kStages - 1 blocks ahead, so
 // that warps wait for each other only once: when their sums are added, in the order of the warps. K can be split over CTAs too, whose sums
@@ -101,7 +101,7 @@ struct MmaDecodeLayout {
   // Tiles of 16x8 sums that a warp adds up and stores, and how many sums of a lane meet those of other parts; zeros are among them.
   enum : u32 { kOwned = ceil_div(kTiles, kWarps), kOwners = kTiles / kOwned, kMet = max_of(kOwned * 4, 8) };
   using Out = MmaSwappedOutput<Tile::kElement, Tile::kAccumulate, 1, 1>;
-  using Scales = MmaScales<kTilesM, kTilesN, true>;
+  using Scales = MmaScalesOf<Tile, kTilesM, kTilesN, true, false>;
   using Parts = PartsInOrder<kMet, 32>;
 };
 
@@ -156,11 +156,11 @@ struct MmaDecode {
     Sums sum;
     clear(sum);
     u32 stage = ring;
-    const auto multiply_next = [&](Sums& into) {
+    const auto multiply_next = [&](Sums& into, const auto& factors) {
       wait_for_copies<kStages - 2>();
       __syncwarp();  // the block has come, and all lanes have read the one before
       copy();
-      multiply(into, stage + B::left(lane), stage + B::kBytes + A::right(lane));
+      multiply(into, stage + B::left(lane), stage + B::kBytes + A::right(lane), factors);
       stage = stage == last ? ring : stage + Layout::kStageBytes;
     };
     if constexpr (kScaled) {
@@ -171,17 +171,14 @@ struct MmaDecode {
         Sums partial;
         clear(partial);
         auto factors = scales.take();
-        if constexpr (Tile::kMma == kMmaWidened) {
-#pragma unroll
-          for (float& each : factors.row) each = __fmul_rn(each, widened());
-        }
+        if constexpr (Tile::kMma == kMmaWidened) factors.multiply(widened());
         if (block + 1 < blocks) scales.load(*this, kWarps);
-        multiply_next(partial);
+        multiply_next(partial, factors);
         factors.promote(sum, partial);
       }
     } else {
 #pragma unroll 1
-      for (u32 block = 0; block < blocks; ++block) multiply_next(sum);
+      for (u32 block = 0; block < blocks; ++block) multiply_next(sum, MmaOnes());
     }
     wait_for_copies<0>();
     finish(sum, parts, column, warp, lane);
@@ -204,7 +201,7 @@ struct MmaDecode {
       if (threadIdx.x % 32 < kEach && row < n() && bytes > 0)
         prefetch_bytes(arg.b + row * (arg.b_stride * Layout::kSize) + from, bytes);
     }
-    if constexpr (kCapability >= 900 && kScaled) {
+    if constexpr (kCapability >= 900 && kScaled && !Tile::kExponents) {
       if (threadIdx.x < order.length)
         prefetch_line(arg.scale_b + column / 128 * arg.scale_b_stride_n + (order.begin + threadIdx.x) * arg.scale_b_stride_k);
     }
@@ -231,7 +228,8 @@ struct MmaDecode {
   }
 
   // Multiplies a block of K.
-  static DG_DEVICE void multiply(Sums& sum, u32 weights, u32 tokens) {
+  template <class Factors>
+  static DG_DEVICE void multiply(Sums& sum, u32 weights, u32 tokens, const Factors& factors) {
     Right right;
     Left left[2];
     read(right, tokens);
@@ -239,11 +237,12 @@ struct MmaDecode {
 #pragma unroll
     for (u32 step = 0; step < kSteps; ++step) {
       if (step + 1 < kSteps) read(left[(step + 1) % 2], weights, step + 1);
-      add(sum, left[step % 2], right[step]);
+      add(sum, left[step % 2], right[step], factors);
     }
   }
 
-  static DG_DEVICE void add(Sums& sum, const Left& x, const u32 (&y)[kTilesN][2]) {
+  template <class Factors>
+  static DG_DEVICE void add(Sums& sum, const Left& x, const u32 (&y)[kTilesN][2], const Factors& factors) {
     if constexpr (Tile::kMma == kMmaWidened) {
       // A word has four bytes of K, in the same order in both operands.
 #pragma unroll
@@ -264,7 +263,7 @@ struct MmaDecode {
 #pragma unroll
       for (u32 j = 0; j < kTilesN; ++j)
 #pragma unroll
-        for (u32 i = 0; i < kTilesM; ++i) multiply_add<Tile::kMma>(&sum[i][j * 4], x[i], y[j]);
+        for (u32 i = 0; i < kTilesM; ++i) multiply_add<Tile::kMma>(&sum[i][j * 4], x[i], y[j], factors.of_left(i), factors.of_right(j));
     }
   }
 

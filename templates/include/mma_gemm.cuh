@@ -1,5 +1,6 @@
 // D[m, n] = (C[m, n] +) A[m, k] @ B[n, k]^T with mma.sync, for compute capability 8.0 and later. 16-bit operands are K-major or MN-major.
-// FP8 is K-major, with scales of 1x128 for A and of 128x128 for B. Rows may be in groups, each with a matrix B of its own.
+// FP8 is K-major, with scales of 1x128 for A and of 128x128 for B, or with exponents of 1x128 for both. Rows may be in groups, each with a
+// matrix B of its own.
 //
 // All warps of a CTA do the same: they copy blocks of K to a ring in shared memory by cp.async, kStages - 1 blocks ahead, read fragments
 // one step of K ahead, and multiply. The copies of a tile's first blocks run while the tile before is multiplied and stored.
@@ -48,7 +49,7 @@ struct MmaGemmLayout {
   using Scheduler = Choice<kGrouped, GroupedScheduler<Table, kGrouping, kBlockM, kBlockN, kSegments>, TileScheduler<kBlockM, kBlockN, 1, 1, 1>>;
   using Out = Choice<kSwapped, MmaSwappedOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN>,
                      MmaOutput<Tile::kElement, Tile::kAccumulate, kTilesM, kTilesN, Tile::kAligned, kSpread>>;
-  using Scales = MmaScales<kTilesM, kTilesN, kSwapped>;
+  using Scales = MmaScalesOf<Tile, kTilesM, kTilesN, kSwapped, kSpread>;
 
   // A stage is a part of A, and then one of B.
   enum : u32 { kStageBytes = A::kBytes + B::kBytes, kOffsetGroups = kStages * kStageBytes };
@@ -108,7 +109,7 @@ struct MmaGemm {
     Fragments fragments[2];
     reader.read(fragments[0], 0);
     // Multiplies a block of K, and reads the first fragments of the next one.
-    const auto multiply = [&](Sums& sum) {
+    const auto multiply = [&](Sums& sum, const auto& factors) {
 #pragma unroll
       for (u32 step = 0; step < kSteps; ++step) {
         if (step + 1 == kSteps) {  // the next block has come, and all warps have read this one
@@ -118,7 +119,7 @@ struct MmaGemm {
         }
         reader.read(fragments[(step + 1) % 2], (step + 1) % kSteps);
         if (step == (kEarly ? kSteps - 1 : 0)) copies.next();  // to the stage of the block that all warps have read
-        Products::add(sum, fragments[step % 2]);
+        Products::add(sum, fragments[step % 2], factors);
       }
       copies.advance();
     };
@@ -138,12 +139,12 @@ struct MmaGemm {
           Products::clear(partial);
           const auto factors = scales.take();
           if (block + 1 < blocks) scales.load(*this);
-          multiply(partial);
+          multiply(partial, factors);
           factors.promote(sum, partial);
         }
       } else {
 #pragma unroll 1
-        for (u32 block = 0; block < blocks; ++block) multiply(sum);
+        for (u32 block = 0; block < blocks; ++block) multiply(sum, MmaOnes());
       }
       if constexpr (Layout::kSplits) {
         if (gridDim.y > 1) {

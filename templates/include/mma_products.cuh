@@ -16,8 +16,10 @@ struct MmaProducts {
       for (u32 j = 0; j < kTilesN * 4; ++j) sum[i][j] = 0.0f;
   }
 
-  // Neighbours share fragments of one side, of the left one where they can: these have more registers.
-  static DG_DEVICE void add(Sums& sum, const Fragments& x) {
+  // Neighbours share fragments of one side, of the left one where they can: these have more registers. Instructions that scale take the
+  // scales of `factors`.
+  template <class Factors>
+  static DG_DEVICE void add(Sums& sum, const Fragments& x, const Factors& factors) {
     if constexpr (kKind == kMmaWidened) {
       // A word has four bytes of K. Those of both operands are in the same order, in which they need not be neighbours in the product: the
       // first and the third are elements 2 i and 2 i + 1 of 16, and the others 2 i + 8 and 2 i + 9.
@@ -41,7 +43,7 @@ struct MmaProducts {
 #pragma unroll
         for (u32 j = 0; j < kTilesN; ++j) {
           const u32 column = i % 2 ? kTilesN - 1 - j : j;
-          multiply_add<kKind>(&sum[i][column * 4], x.left[i], x.right[column]);
+          multiply_add<kKind>(&sum[i][column * 4], x.left[i], x.right[column], factors.of_left(i), factors.of_right(column));
         }
       }
     }

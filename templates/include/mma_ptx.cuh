@@ -3,8 +3,8 @@
 #pragma once
 #include "types.cuh"
 
-// What multiplies: BF16 or FP16 in m16n8k16; E4M3 in m16n8k32, from compute capability 8.9 on; the same with a scale of 1 for each 32
-// of K in the instruction, which GeForce cards of 12.0 run at twice the rate of the one without; or E4M3 that is widened to FP16.
+// What multiplies: BF16 or FP16 in m16n8k16; E4M3 in m16n8k32, from compute capability 8.9 on; the same with a power of two for
+// each 32 of K in the instruction, which GeForce cards of 12.0 run at twice the rate of the one without; or E4M3 that is widened to FP16.
 enum MmaKind : u32 { kMmaBf16, kMmaF16, kMmaE4m3, kMmaE4m3Scaled, kMmaWidened };
 
 // Copies 16 bytes to shared memory in the background: the first `bytes` from global memory, and then zeros.
@@ -47,9 +47,11 @@ DG_DEVICE void load_matrices(u32 address, u32& x0, u32& x1, u32& x2, u32& x3) {
   }
 }
 
-// sum += A B for 16 rows, 8 columns, and 32 bytes of K of a row.
+// sum += A B for 16 rows, 8 columns, and 32 bytes of K of a row. With kMmaE4m3Scaled the lowest byte of a lane's `of_a` is the exponent of
+// row lane / 4, or of row lane / 4 + 8 if the lane is odd, and that of `of_b` is of column lane / 4; both ue8m0.
+enum : u32 { kExponentOfOne = 0x7f };
 template <u32 kKind>
-DG_DEVICE void multiply_add(float* sum, const u32 (&a)[4], const u32 (&b)[2]) {
+DG_DEVICE void multiply_add(float* sum, const u32 (&a)[4], const u32 (&b)[2], u32 of_a = kExponentOfOne, u32 of_b = kExponentOfOne) {
   if constexpr (kKind == kMmaBf16) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -59,12 +61,11 @@ DG_DEVICE void multiply_add(float* sum, const u32 (&a)[4], const u32 (&b)[2]) {
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   } else if constexpr (kKind == kMmaE4m3Scaled) {
-    const u32 ones = 0x7f7f7f7f;  // ue8m0
-    const u16 first = 0;          // the byte, and the pair of threads that have scales
+    const u16 first = 0;  // the byte; and of four lanes those that have scales: two of A's, and one of B's
     asm volatile("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 "
-                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%11, %11}, {%10}, {%11, %11};"
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, %12}, {%11}, {%12, %12};"
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(ones), "h"(first));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(of_a), "r"(of_b), "h"(first));
   } else {
     static_assert(kKind == kMmaE4m3, "widened operands are multiplied as FP16");
     asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -103,6 +104,12 @@ DG_DEVICE u32 permute_bytes(u32 x, u32 which) {
 DG_DEVICE float load_global(const float* from) {
   float x;
   asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+
+DG_DEVICE u32 load_byte(const u8* from) {
+  u32 x;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(x) : "l"(from) : "memory");
   return x;
 }
 

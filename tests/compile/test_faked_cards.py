@@ -97,6 +97,29 @@ PRODUCTS: dict[str, Callable[[], Any]] = {
 """Products that every card computes."""
 HALF = x(4096, N, dtype=torch.float16)
 
+
+def packed(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """With scales of UE8M0, four to an int32."""
+    scales = torch.ones(*values.shape[:-1], K // 128)
+    return values, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    return x(*shape, K, dtype=torch.float8_e4m3fn)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "few rows": lambda: deep_gemm.fp8_gemm_nt(packed(e4m3(M)), packed(e4m3(N)), x(M, N)),
+    "many rows": lambda: deep_gemm.fp8_gemm_nt(packed(e4m3(4096)), packed(e4m3(N)), x(4096, N)),
+    "contiguous": lambda: deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+        packed(e4m3(128)), packed(e4m3(G, N)), x(128, N), LABELS
+    ),
+    "masked": lambda: deep_gemm.m_grouped_fp8_gemm_nt_masked(
+        packed(e4m3(G, 128)), packed(e4m3(G, N)), x(G, 128, N), SIZES, M
+    ),
+}
+"""Products with scales of UE8M0, which all cards but Hopper compute."""
+
 HOPPER: dict[str, Callable[[], Any]] = {
     "fp8_mqa_logits": lambda: deep_gemm.fp8_mqa_logits(*rows_of_logits()),
     "fp8, 1d1d": lambda: deep_gemm.fp8_gemm_nt(fp8(M, K, 1), fp8(N, K, 1), torch.ones(M, N), recipe=(1, 1, 128)),
@@ -160,6 +183,10 @@ def test_it_builds_and_launches_a_kernel_of_each_function(card: Card) -> None:
         # Dependent launch is an attribute. GPUs before Hopper do not have it, and not all products use it.
         if card.target.capability < (9, 0) or name in EVERYWHERE:
             assert set(card.attributes[before:]) == {int(card.target.capability >= (9, 0))}, name
+    for call in OTHERS.values() if card.target is not arch.SM90 else ():
+        before = len(card.attributes)
+        call()
+        assert len(card.attributes) == before + 1, "the scales are read as they are"
     targets = {params.arch for (params, _) in engine._functions}
     assert targets == {card.target.name}
 
@@ -172,3 +199,9 @@ def test_what_needs_hopper_says_so(card: Card) -> None:
         with pytest.raises(UnsupportedError, match=rf"another GPU than {card.target.name}: sm90_.* DG_FALLBACK=torch"):
             call()
         assert not card.attributes
+
+
+def test_hopper_takes_float32_scales(card: Card) -> None:
+    for call in OTHERS.values() if card.target is arch.SM90 else ():
+        with pytest.raises(UnsupportedError, match=r"another GPU than sm_90a: mma_fp8.* Pass float32 scales"):
+            call()

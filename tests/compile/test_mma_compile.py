@@ -58,7 +58,27 @@ def check(folder: Path, cases: list[KernelParams]) -> None:
 )
 def test_the_largest_tile_of_each_family(target: str, tmp_path: Path) -> None:
     found = arch.get(target)
-    check(tmp_path, [family.case(family.configs(found)[-1], found) for family in PORTABLE])
+    check(
+        tmp_path,
+        [
+            family.case(family.configs(found)[-1], found, scaling=scaling)
+            for family in PORTABLE
+            for scaling in family.scalings
+        ],
+    )
+
+
+def test_exponents_are_scales_of_products(tmp_path: Path) -> None:
+    """On 12.0 sums are promoted by additions alone. Elsewhere the scales of a row and a column are multiplied first."""
+    for target in ("sm_120a", "sm_89"):
+        found, family = arch.get(target), kernels.gemm_family("mma_fp8")
+        (binary,) = built(tmp_path, [family.case(family.configs(found)[-1], found, scaling="ue8m0")])
+        text = sass(binary.cubin)
+        count = {name: len(re.findall(rf"\b{name}\b", text)) for name in ("QMMA", "FADD", "FMUL", "FFMA")}
+        products = count.pop("QMMA")  # four for four sums of a thread
+        found_here = {"FADD": products, "FMUL": 0, "FFMA": 0}
+        assert count == (found_here if target == "sm_120a" else {"FADD": 0, "FMUL": products, "FFMA": products}), target
+        assert text.count("QMMA.SF") == (products if target == "sm_120a" else 0)
 
 
 @pytest.mark.parametrize(("name", "of_integers", "of_halves"), [("mma_fp8", 7, 6), ("mma_fp8_decode", 6, 4)])

@@ -79,6 +79,16 @@ DENSE: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "few rows, nn": ("mma_swapped", (32, 1), {"form": "nn", "output": "f32", "adds_c": "threads"}),
     **{f"fp8 {tile}": ("mma_fp8", tile, {}) for tile in kernels.gemm_family("mma_fp8").serving},
     **{f"decode fp8 {tile}": ("mma_fp8_decode", tile, {}) for tile in kernels.gemm_family("mma_fp8_decode").serving},
+    **{f"ue8m0 {tile}": ("mma_fp8", tile, {"scaling": "ue8m0"}) for tile in kernels.gemm_family("mma_fp8").serving},
+    **{
+        f"decode ue8m0 {tile}": ("mma_fp8_decode", tile, {"scaling": "ue8m0"})
+        for tile in kernels.gemm_family("mma_fp8_decode").serving
+    },
+    "few rows of ue8m0": ("mma_fp8_swapped", (32, 1), {"scaling": "ue8m0"}),
+    "ue8m0, an epilogue": (
+        *("mma_fp8", (128, 64, 128, 4, 1)),
+        {"scaling": "ue8m0", "output": "f32", "adds_c": "threads", "epilogue": parse(ALL)},
+    ),
     "few rows of fp8": ("mma_fp8_swapped", (32, 2), {}),
     "64 rows of fp8": ("mma_fp8_swapped", (64, 1), {"output": "f32", "adds_c": "threads", "epilogue": parse(ALL)}),
 }
@@ -113,10 +123,13 @@ def test_fp8_is_widened_by_integers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["contiguous", "psum", "masked"])
-@pytest.mark.parametrize("family", ["mma_grouped", "mma_fp8_grouped", "mma_grouped_swapped", "mma_fp8_grouped_swapped"])
-def test_groups_are_exact(family: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [(family.name, scaling) for family in PORTABLE if "grouped" in family.name for scaling in family.scalings],
+)
+def test_groups_are_exact(family: str, scaling: str, form: str) -> None:
     for tile in kernels.gemm_family(family).serving:
-        run = OnGpu(case(family, tile, target(), grouping=form))
+        run = OnGpu(case(family, tile, target(), grouping=form, scaling=scaling))
         check_groups(run, [130, 0, 64, 5, 192, 1], 520, 1072 if "fp8" in family else 1000)
 
 
@@ -145,10 +158,24 @@ def fp8(*shape: int, block: int = 1) -> tuple[Tensor, Tensor]:
     return integers(*shape, dtype=torch.float8_e4m3fn), scales
 
 
+def packed(*shape: int) -> tuple[Tensor, Tensor]:
+    """The same, of UE8M0."""
+    values, scales = fp8(*shape)
+    return values, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(scales)
+
+
+def row_major(*shape: int) -> tuple[Tensor, Tensor]:
+    """As `per_token_cast_to_fp8` packs them, so that they are transposed first."""
+    values, scales = packed(*shape)
+    return values, scales.contiguous()
+
+
 def value(x: Tensor | tuple[Tensor, Tensor], block: int = 1) -> Tensor:
     if isinstance(x, Tensor):
         return x.double()
     values, scales = x
+    if scales.dtype == torch.int32:
+        scales, block = deep_gemm.unpack_ue8m0_from_int(scales), 1
     rows, columns = values.shape[-2:]
     each = scales.double().repeat_interleave(block, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
     return values.double() * each
@@ -157,6 +184,7 @@ def value(x: Tensor | tuple[Tensor, Tensor], block: int = 1) -> Tensor:
 MULTIPLY: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "bf16": (deep_gemm.bf16_gemm_nt, integers, integers),
     "fp8": (deep_gemm.fp8_gemm_nt, fp8, lambda *shape: fp8(*shape, block=128)),
+    "ue8m0": (deep_gemm.fp8_gemm_nt, row_major, packed),
 }
 
 
@@ -197,7 +225,7 @@ def test_calls_of_groups_are_exact(portable: None, kind: str, sizes: list[int]) 
     multiply = {
         "bf16": (deep_gemm.m_grouped_bf16_gemm_nt_contiguous, deep_gemm.m_grouped_bf16_gemm_nt_masked),
         "fp8": (deep_gemm.m_grouped_fp8_gemm_nt_contiguous, deep_gemm.m_grouped_fp8_gemm_nt_masked),
-    }[kind]
+    }[kind.replace("ue8m0", "fp8")]
     padded = [-(-size // 128) * 128 for size in sizes]
     labels = (
         torch.cat(

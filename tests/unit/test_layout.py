@@ -149,7 +149,7 @@ def test_mistakes_in_a_transform(index: int) -> None:
 @pytest.mark.parametrize(
     ("sf", "recipe", "words"),
     [
-        (torch.ones(50, 1, dtype=torch.int32), (1, 128), "packed UE8M0"),
+        (torch.ones(1, 1, dtype=torch.int32), (128, 128), "packed UE8M0"),
         (torch.ones(50, 9), (1, 32), "1 x 32 are not supported"),
         (torch.ones(1, 9), (64, 32), "64 x 32"),
     ],

@@ -129,6 +129,21 @@ def test_fp8(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, 
         check_dense(emulated, min(m, tile[0]) if "decode" in family else m, n, k)
 
 
+PACKED = [
+    *(case for case in FP8 if case[0] != "mma_fp8"),
+    ("mma_fp8", (64, 128, 128, 4, 1), {}),
+    ("mma_fp8", (128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads", "store": "direct"}),
+]
+
+
+@pytest.mark.parametrize(("family", "tile", "options", "target"), each_once(PACKED, ["sm_120a", "sm_80", "sm_89"]))
+def test_exponents(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str) -> None:
+    """Scales of UE8M0, four to a word, scale the products of 12.0; elsewhere they become floats."""
+    emulated = make(case(family, tile, target, scaling="ue8m0", **options))
+    for m, n, k in ((1, 64, 1024), (50, 200, 128), (61, 264, 688)):
+        check_dense(emulated, min(m, tile[0]) if "decode" in family else m, n, k)
+
+
 @pytest.mark.parametrize(("family", "tile"), [("mma_fp8_swapped", (32, 1)), ("mma_fp8_decode", (8, 32, 8, 1))], ids=str)
 def test_each_byte_is_widened_to_its_value(make: Make, family: str, tile: tuple[Any, ...]) -> None:
     """By FP16, where there are no products of FP8; NaN stays NaN."""
@@ -159,6 +174,19 @@ GROUPED = [
 @pytest.mark.parametrize(("family", "tile", "options", "form"), each_once(GROUPED, ["contiguous", "psum", "masked"]))
 def test_groups(make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], form: str) -> None:
     check_groups(make(case(family, tile, "sm_89", grouping=form, **options)), [130, 0, 64, 5], 136, 272)
+
+
+PACKED_GROUPS = [(*case, target) for case in GROUPED if "fp8" in case[0] for target in ("sm_120a", "sm_89")]
+
+
+@pytest.mark.parametrize(
+    ("family", "tile", "options", "target", "form"), each_once(PACKED_GROUPS, ["contiguous", "psum", "masked"])
+)
+def test_exponents_of_groups(
+    make: Make, family: str, tile: tuple[Any, ...], options: dict[str, Any], target: str, form: str
+) -> None:
+    emulated = make(case(family, tile, target, grouping=form, scaling="ue8m0", **options))
+    check_groups(emulated, [130, 0, 64, 5], 136, 656)
 
 
 def test_nothing_depends_on_the_order_of_warps(make: Make) -> None:
@@ -215,9 +243,9 @@ FP8, FEW, GROUPED = ("mma_fp8", (64, 64, 128, 4, 1)), ("mma_fp8_swapped", (32, 1
 DECODE, DECODE_FP8 = ("mma_decode", (16, 32, 8, 1)), ("mma_fp8_decode", (8, 32, 8, 1))
 FEW_OF_GROUPS, FEW_OF_GROUPS_FP8 = ("mma_grouped_swapped", (16, 1)), ("mma_fp8_grouped_swapped", (16, 1))
 OTHER_FAULTS = {
-    "a scale of another row": (*FP8, "sm_89", (SCALES, "i * 2 + j % 4 / 2", "i * 2 + j % 2")),
+    "a scale of another row": (*FP8, "sm_89", (SCALES, ": i * 2 + j % 4 / 2", ": i * 2 + j % 2")),
     "a scale of the block before": (*FP8, "sm_89", (SCALES, "    b += blocks * kernel.arg.scale_b_stride_k;\n", "")),
-    "a scale of the token before": (*FEW, "sm_89", (SCALES, "j / 4 * 2 + j % 2", "j / 4 * 2")),
+    "a scale of the token before": (*FEW, "sm_89", (SCALES, "kSwapped ? j / 4 * 2 + j % 2", "kSwapped ? j / 4 * 2")),
     "sums without promotion": (
         *FP8,
         "sm_89",
@@ -270,18 +298,43 @@ OTHER_FAULTS = {
         (SCALES, "block += static_cast<i64>(group) * blocks", "block += static_cast<i64>(0) * blocks"),
     ),
 }
+OF_EXPONENTS = {
+    "an exponent of another lane's row": (*FP8, "sm_120a", (SCALES, "lane % 2 * 8 : 0)", "lane / 2 % 2 * 8 : 0)")),
+    "an exponent of another lane's column": (*FP8, "sm_120a", (SCALES, "kInside ? lane / 4 : lane % 4", "lane % 4")),
+    "exponents of columns in the usual order": (
+        *("mma_fp8", (64, 128, 128, 4, 1), "sm_120a"),
+        (SCALES, "kSpread ? column / 2 * 8 + column % 2 : column", "column"),
+    ),
+    "exponents of the first word": (*FEW, "sm_120a", (SCALES, "block / 4 * side.stride +", "0 * side.stride +")),
+    "exponents of the first byte": (*FEW, "sm_89", (SCALES, "+ block % 4 +", "+")),
+    "exponents of the next warp's block": (*DECODE_FP8, "sm_120a", (SCALES, "block += blocks;", "block += 1;")),
+    "exponents without what widening divides by": (
+        *(*DECODE_FP8, "sm_80"),
+        (OWN_BLOCKS, "factors.multiply(widened());", "factors.multiply(1.0f);"),
+    ),
+    "exponents of the first group's matrix": (
+        *(*FEW_OF_GROUPS_FP8, "sm_120a"),
+        (SCALES, "words_b = static_cast<i64>(group)", "words_b = static_cast<i64>(0)"),
+    ),
+    "exponents of the first group's rows": (
+        *(*FEW_OF_GROUPS_FP8, "sm_89"),
+        (SCALES, "words_a = words_b, before", "words_a = 0, before"),
+    ),
+}
+"""Those of kernels whose scales are of UE8M0."""
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", OTHER_FAULTS)
+@pytest.mark.parametrize("fault", [*OTHER_FAULTS, *OF_EXPONENTS])
 def test_faults_of_scales_parts_and_groups_are_found(make: Make, fault: str) -> None:
-    family, tile, target, edit = OTHER_FAULTS[fault]
+    family, tile, target, edit = (OTHER_FAULTS | OF_EXPONENTS)[fault]
+    scaling = "ue8m0" if fault in OF_EXPONENTS else "1d2d" if "fp8" in family else "none"
     if "grouped" in family:
         epilogue = parse("none" if "fp8" in family else "bias:f32+relu")
-        run = make(case(family, tile, target, grouping="masked", epilogue=epilogue), edit)
+        run = make(case(family, tile, target, grouping="masked", scaling=scaling, epilogue=epilogue), edit)
         with pytest.raises((RuntimeError, AssertionError)):
             check_groups(run, [130, 0, 64, 5], 136, 272)
     else:
-        run = make(case(family, tile, target), edit)
+        run = make(case(family, tile, target, scaling=scaling), edit)
         with pytest.raises((RuntimeError, AssertionError)):
             check_dense(run, *(5, 32, 4096) if "decode" in family else (13, 64, 1072))

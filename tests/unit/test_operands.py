@@ -2,6 +2,7 @@
 mistakes say: other dtypes, shapes, ranks and layouts of each argument. Here are those that need other tensors."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -51,6 +52,9 @@ def one_after_the_other() -> Change:
 
 
 ONE, ANY = torch.tensor(0.5), {"recipe": None}
+WORDS = partial(torch.full, fill_value=0x7F7F7F7F, dtype=torch.int32)
+PACKED = {"sfa": WORDS((M, 1)), "sfb": WORDS((N, 1))}
+"""Scales of 1.0 as exponents."""
 # fmt: off
 RIGHT: dict[str, Change] = {
     "no recipe": ANY,
@@ -78,6 +82,8 @@ SCALINGS: dict[str, tuple[Change, tuple[str, str]]] = {
     "one of each row": (ANY | {"sfa": torch.ones(M, 1), "sfb": torch.ones(1, N)}, ("row", "row")),
     "as columns": (ANY | {"sfa": torch.ones(M, 1), "sfb": torch.ones(N, 1)}, ("row", "row")),
     "one, and one of each row": (ANY | {"sfa": ONE[None], "sfb": torch.ones(1, N)}, ("row", "row")),
+    "exponents": (ANY | PACKED, ("ue8m0", "ue8m0")),
+    "exponents, with a recipe": (PACKED | {"recipe": (1, 1, 128)}, ("ue8m0", "ue8m0")),
     "blocks, where K has one": (ANY | scaled(M, N, 128), ("1x128", "128x128")),
     "rows, where K has one block": (ANY | scaled(M, N, 128) | {"sfb": torch.ones(1, N)}, ("row", "row")),
 }
@@ -106,6 +112,34 @@ def checked(change: Change) -> Any:
 def test_scales_are_told_by_the_recipe_or_else_by_their_shapes(case: str) -> None:
     change, scaling = SCALINGS[case]
     assert checked(change).scaling == scaling
+
+
+def exponents(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales that are powers of two, and the same four to an int32."""
+    sf = 2.0 ** torch.randint(-4, 5, shape)
+    return sf, deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(sf)
+
+
+@pytest.mark.parametrize("name", ["fp8", "index fp8", "psum fp8", "masked fp8"])
+def test_exponents_are_the_scales_of_rows(name: str) -> None:
+    """A product has the values that it has with float32 scales of blocks, if all rows of a block share one."""
+    found, k = [], K + 384  # five blocks, which are in two elements
+    given = KINDS[name].tensors()
+    given |= {part: torch.randn(*given[part].shape[:-1], k).to(E4M3) for part in "ab"}
+    if "layout" in given and name != "index fp8":
+        given["layout"] = torch.full_like(given["layout"], M)
+    of_a, packed_a = exponents(*given["a"].shape[:-1], 5)
+    blocks = 2.0 ** torch.randint(-4, 5, (*given["b"].shape[:-2], -(-N // 128), 5))
+    of_b = blocks.repeat_interleave(128, -2)[..., :N, :]
+    packed_b = deep_gemm.get_mn_major_tma_aligned_packed_ue8m0_tensor(of_b)
+    packed = packed_a, packed_b
+    recipes: list[Change] = [{"recipe": None}, {"recipe": (1, 1, 128)}]
+    for (sfa, sfb), more in (((of_a, blocks), {}), *((packed, recipe) for recipe in recipes)):
+        d = torch.zeros_like(given["d"])
+        KINDS[name](given | {"sfa": sfa, "sfb": sfb, "d": d}, **more)
+        found.append(d)
+    assert found[0].any()
+    assert all(torch.equal(d, found[0]) for d in found)
 
 
 def test_what_a_check_finds() -> None:
@@ -158,12 +192,11 @@ WRONG: list[Wrong] = [
     ("fp8", {"recipe_a": (1, 128), "recipe_b": (128, 128)}, BAD, "one or the other"),
     ("fp8", {"recipe": (1.0, 128, 128)}, BAD, "recipe must be 3 positive integers"),
     ("fp8", ANY | {"recipe_a": (1, 32), "recipe_b": (1, 32)}, CANNOT, r"\(1, 32, 1, 32\) is not supp"),
-    ("fp8", {"sfa": torch.ones(M, 1, dtype=torch.int32)}, CANNOT, "scales of a are torch.int32.*UE8M0"),
     ("fp8", {"sfb": torch.ones(2, 2).to(torch.float8_e8m0fnu)}, CANNOT, "scales of b are .*e8m0fnu"),
     ("bf16", {name: torch.zeros(shape, dtype=FP16) for name, shape in (("a", (M, K)), ("b", (N, K)))}, BAD,
      "a of bf16_gemm_nt must be torch.bfloat16, but it is torch.float16. fp16_gemm_nt takes torch.float16"),
     ("index fp8", {"layout": torch.zeros(M, 2, dtype=torch.int32)[:, 0]}, BAD, "contiguous, but its stride is 2"),
-    ("index fp8", {"sfa": torch.ones(M, 2).int()}, CANNOT, "^the scales of a are torch.int32"),
+    ("index fp8", {"sfa": torch.ones(M, 1).int()}, BAD, "must both be torch.int32 or both torch.float32"),
     ("index fp8", {"recipe_a": (1, 128), "recipe_b": (1, 128)}, CANNOT, r"not supported by .*: only \(1, 128, 128"),
     ("psum bf16", ODD, CANNOT, "^K must be a multiple of 64 if N of b is contiguous, but it is 72"),
     ("psum bf16", {"a": zeros(M, 0), "b": zeros(G, N, 0)}, BAD, "^K must be positive"),
@@ -176,6 +209,11 @@ WRONG: list[Wrong] = [
     # What the reference reads in the layout, a kernel does not check.
     *((kind, {"layout": torch.tensor([0, rows], dtype=torch.int32)}, BAD, f"is {rows}, but it must be from 0 to 24")
       for kind, rows in (("psum bf16", 25), ("psum bf16", -1), ("masked bf16", 25))),
+    *(("fp8", ANY | change, error, words) for change, error, words in (
+        ({"sfa": WORDS((M, 1))}, BAD, "must both be torch.int32 or both torch.float32, but they are torch.int32 and"),
+        (PACKED | {"sfb": WORDS((2, 1))}, BAD, r"the scales of b must have the shape \(136, 1\), four exponents"),
+        (PACKED | {"recipe": (1, 128, 128)}, CANNOT, r"leave the recipe out, or pass recipe=\(1, 1, 128\)"),
+        (PACKED | {"a": zeros(M, K, dtype=torch.float8_e5m2)}, CANNOT, "multiplied with float32 scales only"))),
     ("k padded", MATRIX | {"a": zeros(M + 1, K, dtype=E4M3)}, BAD, "must have the shape"),
     ("k padded", MATRIX | {"b": zeros(N, 384, dtype=E4M3)}, BAD, r"b must have the shape \(136, 256\)"),
     ("k padded", MATRIX | {"sfa": torch.ones(M, 3)}, BAD, r"the scales of a must have the shape \(24, 2\)"),

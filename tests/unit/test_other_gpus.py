@@ -13,6 +13,7 @@ from deep_gemm.arch import SM80, SM86, SM90
 from deep_gemm.errors import UnsupportedError
 from deep_gemm.kernels import groups
 from deep_gemm.kernels.portable.template import WIDENING, warp_tile
+from deep_gemm.ops.table import EXPONENTS, M_FP8, M_FP8_MASKED, PSUM
 from deep_gemm.select import calibration, sheets
 from deep_gemm.spec import QuantizeSpec
 
@@ -134,6 +135,22 @@ def test_choices_follow_what_kernels_do_on_a_card(sheet: sheets.Sheet) -> None:
     low, high = {"sm_89": (0.4, 0.6), "sm_120a": (0.2, 0.6)}.get(sheet.arch, (0.9, 1.1))
     assert low < fp8.tensor_us / half.tensor_us < high
     assert (fp8.total_us < 0.6 * half.total_us) == (sheet.arch in ("sm_89", "sm_120a"))
+
+
+@pytest.mark.parametrize("op", ["fp8_gemm_nt", M_FP8, M_FP8 + PSUM, M_FP8_MASKED])
+@pytest.mark.parametrize("m", [8, 4096])
+def test_exponents_are_scales_on_other_gpus(op: str, m: int) -> None:
+    """On Hopper no kernel takes them. Promotion takes twice the instructions where products have no scales."""
+    spec = ops.spec(m, 4096, 8192, 108, op, groups=4, expected_m=m, scaling=EXPONENTS)
+    for sheet in OTHERS:
+        chosen = select.rank(spec, arch.get(sheet.arch), calibration.for_device(sheet.device, arch=sheet.arch))[0]
+        assert chosen.config.family.startswith("mma_fp8")
+    with pytest.raises(UnsupportedError, match=r"another GPU than sm_90a: mma_fp8.* Pass float32 scales"):
+        select.rank(spec, SM90)
+    blocks, family = ops.spec(m, 4096, 8192, 108, op), kernels.gemm_family("mma_fp8")
+    for target, factor in (("sm_120a", 1), ("sm_89", 2)) if op == "fp8_gemm_nt" else ():
+        costs = [family.features(each, family.configs(SM80)[0], target).promotion for each in (blocks, spec)]
+        assert costs[1] == factor * costs[0]
 
 
 def test_widening_is_a_cost_of_the_target_and_a_rate_one_of_the_card() -> None:

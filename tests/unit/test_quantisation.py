@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError
+from deep_gemm import InvalidInputError
 from deep_gemm.ops import cast_reference as q
 from deep_gemm.spec import ceil_div
 
@@ -226,11 +226,17 @@ def test_mistakes(call: Callable[[], object], words: str) -> None:
         call()
 
 
-def test_packed_scales_are_for_newer_hardware() -> None:
-    """The keyword is DeepGEMM's, and callers pass it whatever the GPU."""
+def test_packed_scales_are_exponents() -> None:
+    """The keyword is DeepGEMM's."""
+    x = torch.randn(3, 640)
+    values, sf = q.per_token_cast_to_fp8(x, use_ue8m0=True)
+    found, packed = q.per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=128, use_packed_ue8m0=True)
+    assert (packed.dtype, packed.shape) == (torch.int32, (3, 2))
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(q.unpack_ue8m0_from_int(packed), torch.nn.functional.pad(sf, (0, 3), value=1.0))
+    with pytest.raises(InvalidInputError, match="use_ue8m0 must be True with use_packed_ue8m0"):
+        q.per_token_cast_to_fp8(x, use_ue8m0=False, use_packed_ue8m0=True)
     x = torch.ones(2, 256)
-    with pytest.raises(UnsupportedError, match="packed UE8M0"):
-        q.per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=128, use_packed_ue8m0=True)
     with pytest.raises(InvalidInputError, match="use_packed_ue8m0 must be True or False"):
         q.per_token_cast_to_fp8(x, True, use_packed_ue8m0=1)  # type: ignore[arg-type]
     y, sf = q.per_token_cast_to_fp8(x, use_ue8m0=True, gran_k=128, use_packed_ue8m0=False)

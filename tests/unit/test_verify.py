@@ -9,8 +9,10 @@ import torch
 from click.testing import CliRunner
 from gpu_fakes import FakeGpu
 
+import deep_gemm
 from deep_gemm import arch, backends, kernels, options, quantize
 from deep_gemm.backends import verify
+from deep_gemm.backends.accuracy import examine
 from deep_gemm.backends.registry import get_operation, operation_names
 from deep_gemm.cli.app import app
 from deep_gemm.errors import UnsupportedError
@@ -97,6 +99,19 @@ class _Unwritten(backends.Kernel):
         return None
 
 
+def test_a_product_with_scales_of_ue8m0_is_checked() -> None:
+    """Its exact result is that of the reference, and another exponent is a fault."""
+    op = verify.PACKED
+    a, b, d = op.make((37, 136, 528), CPU)
+    exact, (values, scales) = op.exact(a, b, d), a
+    allowed = op.allowed(exact, a, b, d)
+    deep_gemm.fp8_gemm_nt(a, b, d)
+    assert examine(d, exact, allowed).right
+    scales[3, 1] += 1
+    deep_gemm.fp8_gemm_nt((values, scales), b, d)
+    assert not examine(d, exact, allowed).right
+
+
 def test_there_must_be_a_gpu() -> None:
     done = CliRunner().invoke(app, ["doctor", "--verify"])
     assert done.exit_code == 1
@@ -144,4 +159,6 @@ def test_families_are_forced_one_after_the_other(target: str, monkeypatch: pytes
     for found in report.families:
         assert len(found.wrong) == found.calls
         assert all(f"family='{found.name}'" in why for why in found.wrong)
+        packed = any("with scales of UE8M0" in why for why in found.wrong)
+        assert packed == (found.name in ("mma_fp8", "mma_fp8_decode"))
     assert sum(found.calls > 1 for found in report.families) >= 0.75 * len(report.families)

@@ -155,7 +155,8 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         fp8(sfa=torch.ones(M, 1), sfb=torch.ones(1, N), recipe=(1, 128, 128)),
         "Scales of whole rows have no recipe: leave it out.",
     ),
-    "packed scales": (fp8(sfa=torch.ones((M, 1), dtype=I32)), "their values may be powers of two."),
+    "packed scales": (fp8(sfa=torch.ones((M, 1), dtype=I32)), "packed_ue8m0_tensor packs those of rows."),
+    "exponents": (fp8(sfa=torch.ones(M, 2).to(torch.float8_e8m0fnu)), "their values may be powers of two."),
     "recipe of two": (fp8(recipe=(1, 128)), "as (1, 128, 128), but it is (1, 128)."),
     "a number for scales": (
         fp8(sfa=0.5),

@@ -109,11 +109,11 @@ MMA_FP8_DECODE = GemmFamily(
     archs=ARCHS,
     serving=DECODE_TILES,
     dtypes=("e4m3",),
-    scalings=("1d2d",),
+    scalings=("1d2d", "ue8m0"),
     outputs=("bf16", "f32", "f16"),
     label="mma decode ",
     tile_prefix="mma_decode_",
-    varied=(((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}),),
+    varied=(((16, 32, 8, 1), {"output": "f32", "adds_c": "threads"}), ((16, 64, 4, 1), {"scaling": "ue8m0"})),
 )
 
 MMA_FP8 = GemmFamily(
@@ -122,13 +122,14 @@ MMA_FP8 = GemmFamily(
     archs=ARCHS,
     serving=FP8_TILES,
     dtypes=("e4m3",),
-    scalings=("1d2d",),
+    scalings=("1d2d", "ue8m0"),
     outputs=("bf16", "f32", "f16"),
     label="mma ",
     tile_prefix="mma_",
     varied=(
         ((128, 128, 128, 8, 1), {"output": "f32", "adds_c": "threads"}),
         ((64, 64, 128, 4, 1), {"store": "direct"}),
+        ((128, 128, 128, 8, 1), {"scaling": "ue8m0"}),
     ),
 )
 
@@ -138,11 +139,11 @@ MMA_FP8_SWAPPED = GemmFamily(
     archs=ARCHS,
     serving=SWAPPED_TILES,
     dtypes=("e4m3",),
-    scalings=("1d2d",),
+    scalings=("1d2d", "ue8m0"),
     outputs=("bf16", "f32", "f16"),
     label="mma swapped ",
     tile_prefix="mma_swapped_",
-    varied=(((64, 1), {"output": "f32", "adds_c": "threads"}),),
+    varied=(((64, 1), {"output": "f32", "adds_c": "threads"}), ((64, 2), {"scaling": "ue8m0"})),
 )
 
 MMA_GROUPED = GemmFamily(
@@ -170,7 +171,7 @@ MMA_FP8_GROUPED = GemmFamily(
     archs=ARCHS,
     serving=FP8_TILES,
     dtypes=("e4m3",),
-    scalings=("1d2d",),
+    scalings=("1d2d", "ue8m0"),
     outputs=("bf16",),
     groupings=ALONG_M,
     accumulates=("none",),
@@ -179,6 +180,7 @@ MMA_FP8_GROUPED = GemmFamily(
     varied=(
         ((128, 128, 128, 8, 1), {"grouping": "masked"}),
         ((64, 64, 128, 4, 1), {"grouping": "psum", "segments": 256, "store": "direct"}),
+        ((128, 128, 128, 8, 1), {"grouping": "masked", "scaling": "ue8m0"}),
     ),
 )
 
@@ -207,7 +209,7 @@ MMA_FP8_GROUPED_SWAPPED = GemmFamily(
     archs=ARCHS,
     serving=GROUPED_SWAPPED_TILES,
     dtypes=("e4m3",),
-    scalings=("1d2d",),
+    scalings=("1d2d", "ue8m0"),
     outputs=("bf16",),
     groupings=ALONG_M,
     accumulates=("none",),
@@ -216,6 +218,7 @@ MMA_FP8_GROUPED_SWAPPED = GemmFamily(
     varied=(
         ((32, 1), {"grouping": "masked"}),
         ((16, 2), {"grouping": "psum", "segments": 256, "store": "direct"}),
+        ((32, 2), {"grouping": "masked", "scaling": "ue8m0"}),
     ),
 )
 

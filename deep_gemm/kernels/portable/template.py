@@ -80,14 +80,17 @@ _RATES = {"sm_90a": 0.67}
 _LONE_ELEMENT = 10.0
 """The cost of an element that is stored by itself, in elements that are not: as on Hopper."""
 
-_FP8 = {"sm_89": "kMmaE4m3", "sm_120a": "kMmaE4m3Scaled"}
+_SCALED = "kMmaE4m3Scaled"
+"""Products that scale each row and column by a power of two."""
+
+_FP8 = {"sm_89": "kMmaE4m3", "sm_120a": _SCALED}
 """Products of FP8 by target. Elsewhere it is widened to FP16 in registers, which is exact: compute capabilities 8.0 and
 8.6 have no such product, and ptxas widens for those of Hopper and B200, and spills."""
 
 
 class MmaGemm(Template):
     """See ``templates/include/mma_gemm.cuh``. ``num_consumers`` times four warps multiply, and copy operands too.
-    ``fp8``: with scales of 1x128 and of 128x128. ``grouped``: along M.
+    ``fp8``: with scales of 1x128 and of 128x128, or of UE8M0. ``grouped``: along M.
 
     The kernels were compiled for every target, and run in emulation on a CPU. Built for Hopper, they gave exact results
     on an H200; on no other GPU have they run. There BF16 reaches 0.51 to 0.65 of cuBLASLt's speed at 4,096 rows."""
@@ -184,12 +187,15 @@ class MmaGemm(Template):
     def costs(self, config: GemmConfig, output: str, aligned: bool, scaling: str, arch: str) -> Costs:
         """By counting instructions: nothing was measured. Tensor cores take the cycles of a Hopper's for as many
         products, and a calibration scales these by the rate of the instruction. Meanwhile shared memory takes a block
-        and gives fragments, and warps widen these. Each sum is promoted by one FFMA after that."""
+        and gives fragments, and warps widen these. Each sum is promoted by one FFMA after that, and
+        another instruction if columns have scales, but products have none."""
         rows, columns = warp_tile(config)
         read = 4 * config.num_consumers * (rows + columns) * 128
         moved = (config.block_m + config.block_n) * 128 + read
         words = config.num_consumers * (rows + columns) if self.fp8 and arch not in _FP8 else 0
         promoted = config.num_consumers * rows * columns / 32 * (2 if arch in _SLOW_FLOAT32 else 1)
+        if scaling == "ue8m0" and _FP8.get(arch) != _SCALED:
+            promoted *= 2
         return Costs(
             tensor=config.block_m * config.block_n / 32 / _RATES.get(arch, 1.0),
             read=read,
@@ -212,7 +218,11 @@ class MmaGemm(Template):
         found = parse_arguments(f"u32 m, u32 n, u32 k, {order} raster, {operands}")
         if p.adds_c == "threads":
             found += parse_arguments("const u8* c, i64 c_stride")
-        if self.fp8:
+        if p.scaling == "ue8m0":
+            found += parse_arguments(
+                "const u8* scale_a=sfa, i64 scale_a_stride, const u8* scale_b=sfb, i64 scale_b_stride"
+            )
+        elif self.fp8:
             found += parse_arguments("const float* scale_a=sfa, i64 scale_a_stride, const float* scale_b=sfb")
             found += parse_arguments("i64 scale_b_stride_n, i64 scale_b_stride_k" + ", i64 scale_b_stride_g" * grouped)
         if grouped:
@@ -235,6 +245,7 @@ class MmaGemm(Template):
             "mma": {"bf16": "kMmaBf16", "f16": "kMmaF16", "e4m3": fp8}[p.dtype],
             "element": _CONSTANTS[p.output],
             "accumulate": _CONSTANTS[p.adds_c],
+            "exponents": p.scaling == "ue8m0",
             "grouping": _CONSTANTS.get(p.grouping, "") if p.grouping != "none" else "kUngrouped",
             "segments": p.segments,
             "swapped": c.swap_ab,
@@ -266,7 +277,9 @@ class MmaGemm(Template):
             values[f"{name}_stride"] = strides[name][-2 if operand.major == "k" else -1]
         if params.adds_c == "threads":
             values["c_stride"] = strides["c"][-2]
-        if self.fp8:
+        if params.scaling == "ue8m0":
+            values |= {f"scale_{name}_stride": strides[f"sf{name}"][-1] for name in "ab"}
+        elif self.fp8:
             *of_group, stride_n, stride_k = strides["sfb"]
             values |= {"scale_a_stride": strides["sfa"][-1], "scale_b_stride_n": stride_n, "scale_b_stride_k": stride_k}
             values |= {"scale_b_stride_g": of_group[0]} if of_group else {}
