@@ -49,7 +49,8 @@ def traits(params: KernelParams) -> frozenset[tuple[Hashable, ...]]:
         kinds["loop"] = config.swap_ab, config.persistent, config.num_consumers, config.num_partials > 1
     elif isinstance(config, Fp4Config):
         among = params.kernel, params.dtype
-        kinds |= {"loop": (config.consumers, min(config.cluster, 2), config.in_shared), "exponents": params.options}
+        kinds["loop"] = config.consumers, min(config.cluster, 2), config.in_shared, config.wide
+        kinds["exponents"] = params.options
     elif params.options:
         kinds |= {"function": params.options[0]}
     return frozenset({(params.kernel,), *((among, kind, value) for kind, value in kinds.items())})

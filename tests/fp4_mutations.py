@@ -10,6 +10,7 @@ _FP8 = ("fp8", "fp8 masked", "fp8 high", "fp8 split", "psum")
 _BF16 = ("bf16", "bf16 masked", "bf16 high", "index")
 _RELATIVE = ("fp8", "bf16", "fp8 masked", "bf16 masked", "fp8 high", "bf16 high", "index", "psum")
 _LARGE = ("fp8 large", "bf16 large", "fp8 large psum", "bf16 large masked")
+_WIDE = ("fp8 wide", "fp8 wide index", "bf16 wide psum", "bf16 wide masked")
 _STREAM = (*_RELATIVE, "fp8 absolute")
 
 # fmt: off
@@ -62,5 +63,18 @@ MUTATIONS = [
              "at.tile.row + kBox < at.tile.last;", "false;", _LARGE),
     Mutation("leave A's scales out of a large tile", "fp4_large.cuh", "i & 2 ? high : low, partial[i]",
              "1.0f, partial[i]", ("fp8 large", "fp8 large psum")),
+    Mutation("leave A's scales out of a wide tile", "fp4_wide.cuh", "settled(scale[i])", "settled(1.0f)", _WIDE[:2]),
+    Mutation("take the upper row's factor for the lower in a wide tile", "fp4_wide.cuh", "load_shared(factors + 32)",
+             "load_shared(factors)", _WIDE),
+    Mutation("load a consumer's first weights for all", "fp4_wide.cuh", "tile.column / kPieceRows + lane,",
+             "tile.column / kPieceRows + lane / 2 * 2,", _WIDE),
+    Mutation("multiply the first half of the tokens twice", "fp4_wide.cuh", "issue<1>(p1, a0",
+             "issue<0>(p1, a0", _WIDE[:2]),
+    Mutation("take the first slice's weights for the second half of K", "fp4_wide.cuh", "decode<1, 1>(a1",
+             "decode<0, 1>(a1", _WIDE[2:]),
+    Mutation("keep the sums of the wide tile before", "fp4_wide.cuh", "last ? at.zero : 1);\n    wgmma",
+             "1);\n    wgmma", _WIDE[2:]),
+    Mutation("store all slices of a wide tile in one place", "fp4_wide.cuh", "load_word(note + 8) + index * kPieceRows",
+             "load_word(note + 8)", _WIDE),
 ]
 # fmt: on

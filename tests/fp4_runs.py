@@ -128,9 +128,12 @@ RUNS: dict[str, Fp4Run] = {
     "fp8 high": Fp4Run("e4m3", m=380, n=328), "bf16 high": Fp4Run("bf16", "contiguous", 384),
     "fp8 large": Fp4Run("e4m3", m=600), "bf16 large": Fp4Run("bf16", "contiguous", 768),
     "fp8 large psum": Fp4Run("e4m3", "psum", 1152), "bf16 large masked": Fp4Run("bf16", "masked", 500, expected=500),
+    "fp8 wide": Fp4Run("e4m3", m=100, n=2000), "fp8 wide index": Fp4Run("e4m3", "contiguous", 384, n=1000),
+    "bf16 wide psum": Fp4Run("bf16", "psum", 768, n=1000),
+    "bf16 wide masked": Fp4Run("bf16", "masked", 110, expected=110, n=1000),
     "fp8 split": Fp4Run("e4m3", m=13, n=72), "bf16 split": Fp4Run("bf16", m=50),
     "bf16 split by three": Fp4Run("bf16", m=13, n=72),
 }  # fmt: skip
-"""Each kind of activations, exponents and groups, in stream-K order, also with tiles of 128 tokens, with large tiles,
-and with K split by two and three consumers. `sanitize.py` runs all."""
+"""Each kind of activations, exponents and groups, in stream-K order, also with tiles of 128 tokens, with large and
+wide tiles, and with K split by two and three consumers. `sanitize.py` runs all."""
 BY_PARAMS = {run.params: run for run in RUNS.values()}

@@ -28,8 +28,11 @@ _MOST_ABSOLUTE = 32
 _MOST_STAGES = 32
 _LARGE_TOKENS, _LARGE_COLUMNS = 256, 128
 """The tile for many rows, whose weights are decoded into shared memory."""
-_LARGE_BLOCK = {"e4m3": 1.45, "bf16": 1.65}
-"""The time of a block of K in this tile, beside that in one of 128 x 128 in stream-K order (H200)."""
+_WIDE_COLUMNS = 256
+"""The columns of a wide tile, whose 128 rows fit groups of so many; weights are decoded into registers."""
+_BLOCK_TIMES = {"e4m3": (1.2, 1.05, 1.75), "bf16": (1.55, 1.15, 1.6)}
+"""The times of a block of K in a large tile, in one with up to 128 rows of a group, and in a wide tile, beside that of
+128 x 128 in stream-K order (H200)."""
 
 _NARROW_BYTES = 80_000_000
 """Packed weights up to which four CTAs on an SM have 64 rows each. On an H200 they took 0.86 to 0.92 of the time of
@@ -44,18 +47,25 @@ _EARLY_UNITS = 4
 class Fp4Config(Config):
     """A CTA has ``tokens`` rows of A and 64 rows of B for each of ``consumers``, in stream-K order. If ``cluster`` is
     not 0, it has 64 rows of B, consumers take blocks of K in turn, and the CTAs of a cluster split K. If weights are
-    decoded ``in_shared`` memory, it has whole tiles, and both consumers multiply all its columns."""
+    decoded ``in_shared`` memory, it has whole tiles, and both consumers multiply all its columns. If it is ``wide``, it
+    has whole tiles, and a consumer has 128 rows of B."""
 
     tokens: int
     consumers: int
     ctas_per_sm: int
     cluster: int = 0
     in_shared: bool = False
+    wide: bool = False
 
     @property
     def tile(self) -> tuple[int, int]:
         """Rows and columns of D that a CTA writes."""
-        return self.tokens, PIECE_ROWS * (1 if self.cluster else self.consumers)
+        return self.tokens, PIECE_ROWS * (1 if self.cluster else self.consumers * (2 if self.wide else 1))
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is for many rows, with whole tiles in rounds."""
+        return self.in_shared or self.wide
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -63,6 +73,8 @@ class Fp4Config(Config):
         the launch allocates, threads times the registers at entry: otherwise setmaxnreg waits for ever."""
         if self.in_shared:
             return 56, 224
+        if self.wide:
+            return 24, 240
         if self.cluster:
             return (24, 104) if self.tokens == SPLIT_TOKENS[-1] else (0, 0)
         return {1: (24, 104), 2: (40, 208), 4: (32, 112)}[self.consumers]
@@ -81,6 +93,11 @@ def stream(tokens: int, narrow: bool = False) -> Fp4Config:
 def large() -> Fp4Config:
     """The config for many rows."""
     return Fp4Config(Fp4Family.name, _LARGE_TOKENS, 2, 1, in_shared=True)
+
+
+def wide() -> Fp4Config:
+    """The config for groups of some 128 rows."""
+    return Fp4Config(Fp4Family.name, TOKENS[-1], 2, 1, wide=True)
 
 
 def _clusters(tokens: int) -> tuple[int, ...]:
@@ -103,6 +120,7 @@ def _configs(dtype: str) -> list[Fp4Config]:
         *(stream(tokens) for tokens in TOKENS),
         *(stream(tokens, narrow=True) for tokens in TOKENS if tokens <= 32 and dtype == "e4m3"),
         large(),
+        wide(),
         *(split(tokens, cluster, dtype) for tokens in SPLIT_TOKENS for cluster in _clusters(tokens)),
     ]
 
@@ -127,19 +145,31 @@ def _rows_of_group(spec: Fp4Spec) -> int:
     return spec.m // spec.groups - (spec.alignment if spec.grouping == "psum" else 0)
 
 
-def is_large(spec: Fp4Spec) -> bool:
-    """Whether large tiles, in rounds of one for each SM, take less time than tiles of 128 rows in stream-K order, which
-    has no rounds. Absolute exponents would need products of 32 of K, and labels are those of 128 rows. Under batch
-    invariance all M have one form."""
-    if spec.absolute or spec.batch_invariant or (spec.grouping == "contiguous" and spec.alignment % 128):
-        return False
-    rows, columns = _rows_of_group(spec), ceil_div(spec.n, _LARGE_COLUMNS)
-    tiles, halves = (spec.groups * ceil_div(rows, height) * columns for height in (_LARGE_TOKENS, TOKENS[-1]))
-    return ceil_div(tiles, spec.num_sms) * spec.num_sms * _LARGE_BLOCK[spec.dtype] < halves
+def many(spec: Fp4Spec) -> Fp4Config | None:
+    """The config for many rows, in rounds of one tile for each SM, if that takes less time than tiles of 128 rows in
+    stream-K order, which has no rounds. Absolute exponents would need products of 32 of K, and labels are those of 128
+    rows. All add in the order of whole tiles in stream-K order, so that batch invariance does not matter."""
+    if spec.absolute or _rows(spec) <= TOKENS[-2] or (spec.grouping == "contiguous" and spec.alignment % 128):
+        return None
+    full, part, across = _BLOCK_TIMES[spec.dtype]
+    rows = ceil_div(_rows_of_group(spec), TOKENS[-1])
+
+    def tiles(height: int, columns: int) -> int:
+        return spec.groups * ceil_div(rows, height) * ceil_div(spec.n, columns)
+
+    def rounds(height: int, columns: int) -> int:
+        return ceil_div(tiles(height, columns), spec.num_sms)
+
+    times = {
+        large(): rounds(2, _LARGE_COLUMNS) * (part if rows == 1 else full),
+        wide(): rounds(1, _WIDE_COLUMNS) * across,
+        None: tiles(1, _LARGE_COLUMNS) / spec.num_sms,
+    }
+    return min(times, key=lambda config: times[config])
 
 
 class Fp4Family(KernelFamily):
-    """See ``templates/include/fp4_gemm.cuh``, ``fp4_split.cuh`` and ``fp4_large.cuh``."""
+    """See ``fp4_gemm.cuh``, ``fp4_split.cuh``, ``fp4_large.cuh`` and ``fp4_wide.cuh`` in ``templates/include``."""
 
     name = "sm90_fp4_gemm"
     template_file = f"{name}.cu.jinja"
@@ -155,7 +185,7 @@ class Fp4Family(KernelFamily):
         return None
 
     def configs(self, arch: ArchSpec) -> tuple[Fp4Config, ...]:
-        """Few tokens split K, and many have large tiles; the others are in stream-K order."""
+        """Few tokens split K, and many have whole tiles; the others are in stream-K order."""
         return tuple(dict.fromkeys(_configs("e4m3") + _configs("bf16")))
 
     def config_of(self, spec: Fp4Spec, arch: ArchSpec) -> Fp4Config:
@@ -167,8 +197,8 @@ class Fp4Family(KernelFamily):
             tokens = next(each for each in SPLIT_TOKENS if rows <= each)
             few_enough = (x for x in _clusters(tokens)[::-1] if pieces * x <= spec.num_sms and blocks >= 2 * x)
             return split(tokens, next(few_enough, 1), spec.dtype)
-        if is_large(spec):
-            return large()
+        if found := many(spec):
+            return found
         heights = [x for x in TOKENS if x <= (_MOST_ABSOLUTE if spec.absolute else TOKENS[-1])]
         if spec.grouping in ("contiguous", "psum"):  # groups begin at multiples of the alignment
             heights = [x for x in heights if spec.alignment % x == 0]
@@ -200,7 +230,7 @@ class Fp4Family(KernelFamily):
         c = self.typed(params)
         scales = ", TensorMap map_sfa=sfa" if params.dtype == "e4m3" else ""
         of_groups = ", u32 groups, u32 alignment, const int* layout" if params.grouping != "none" else ", u32 groups"
-        own = "" if c.cluster or c.in_shared else ", u8* workspace, u32 whole_tiles"
+        own = "" if c.cluster or c.whole else ", u8* workspace, u32 whole_tiles"
         return parse_arguments(
             f"TensorMap map_a=a{scales}, const u8* packed=b, const float* factors=sfb, u8* d, i64 d_stride, u32 m, "
             f"u32 n, u32 pieces, u32 blocks, u32 early, u32 aligned{of_groups}{own}"
@@ -251,7 +281,7 @@ class Fp4Family(KernelFamily):
     def workspace_bytes(self, spec: Fp4Spec) -> int:
         """The memory in which CTAs leave sums to each other; 0 if they do not."""
         c = self.config_of(spec, self.arch)
-        if c.cluster or c.in_shared:
+        if c.cluster or c.whole:
             return 0
         consumers = spec.num_sms * c.ctas_per_sm * c.consumers
         return align(consumers * 8, 128) + consumers * PIECE_ROWS * c.tokens * 4
@@ -263,15 +293,17 @@ class Fp4Family(KernelFamily):
         # Decoded FP8 weights are E5M2, see fp4_weights.cuh.
         types = ("k32.f32.e4m3.e5m2" if c.in_shared else "k32.f32.e5m2.e4m3") if fp8 else "k16.f32.bf16.bf16"
         source, kernel = ("fp4_split", "Fp4Split") if c.cluster else ("fp4_gemm", "Fp4Gemm")
-        if c.in_shared:
-            source, kernel = "fp4_large", "Fp4Large"
+        if c.whole:
+            source, kernel = ("fp4_large", "Fp4Large") if c.in_shared else ("fp4_wide", "Fp4Wide")
         return {
             "source": source,
             "kernel": kernel,
             "in_shared": c.in_shared,
             "tokens": c.tokens,
-            "mma_n": _LARGE_COLUMNS if c.in_shared else c.tokens,
-            "mma_steps": (1 if fp8 else 2) * (1 if absolute else 2),
+            "columns": c.tile[1],
+            # Wide tiles multiply half of the tokens by a block of K in FP8, and all by a half of it in BF16.
+            "mma_n": _LARGE_COLUMNS if c.in_shared else c.tokens // (2 if c.wide and fp8 else 1),
+            "mma_steps": 4 if c.wide else (1 if fp8 else 2) * (1 if absolute else 2),
             "mma_types": types,
             "mma_majors": "" if fp8 else ", 0, 0" if c.in_shared else ", 0",
             "step_a": "kStepKMajor",
@@ -319,6 +351,10 @@ class Fp4Family(KernelFamily):
                 table += align((params.segments + 1) * 4, 128)
             # Eight warps have staging, factors and the tile's place, and four have packed weights.
             return stages * (step + 16) + 8 * (1024 + 512 + 16) + table + 4 * piece
+        if c.wide:  # a stage has factors and a note of the tile, too
+            table = groups.table_bytes(params.grouping, params.segments)
+            stage = block + 4 * (piece + PIECE_ROWS * 4) + 16
+            return stages * (stage + 16) + c.consumers * c.tokens * 128 + table
         if not c.cluster:
             stage = 2 * (block + c.consumers * piece)
             table = groups.table_bytes(params.grouping, params.segments)
@@ -362,7 +398,7 @@ class Fp4Family(KernelFamily):
         found = []
         for dtype in ("e4m3", "bf16"):
             found += [case(config, dtype) for config in _configs(dtype)]
-            for config in (*(stream(tokens) for tokens in TOKENS[-2:]), large()):
+            for config in (*(stream(tokens) for tokens in TOKENS[-2:]), large(), wide()):
                 found += [case(config, dtype, grouping) for grouping in ("none", "contiguous", "psum")]
             found += [case(stream(tokens), dtype, absolute=True) for tokens in (8, _MOST_ABSOLUTE)]
         return found
@@ -373,8 +409,11 @@ class Fp4Family(KernelFamily):
         compile when they are first called."""
         few = [(stream(tokens), "masked", 32) for tokens in TOKENS if tokens <= 64]
         narrow = [(stream(tokens, narrow=True), "masked", 32) for tokens in TOKENS if tokens <= 32]
-        many = {x: [(stream(t), "psum", groups.segments("psum", x)) for t in TOKENS[-2:]] for x in (32, 128, 256)}
-        by_dtype = {"e4m3": few + narrow + many[32] + many[256], "bf16": few + many[32] + many[128]}
+        tall = {
+            x: [(config, "psum", groups.segments("psum", x)) for config in (stream(TOKENS[-2]), wide())]
+            for x in (32, 128, 256)
+        }
+        by_dtype = {"e4m3": few + narrow + tall[32] + tall[256], "bf16": few + tall[32] + tall[128]}
         return [
             KernelParams(self.name, arch.name, config, dtype=dtype, grouping=form, segments=size, options=(False,))
             for dtype, found in by_dtype.items()

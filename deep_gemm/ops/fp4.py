@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, 
 
 from .. import options
 from ..errors import InvalidInputError, UnsupportedError
-from ..kernels.sm90_fp4_gemm import FP4, TOKENS, is_large
+from ..kernels.sm90_fp4_gemm import FP4, TOKENS, many
 from ..records import record
 from ..runtime.operation import Fault
 from ..spec import SCALE_BLOCK, Fp4Spec, ceil_div
@@ -263,7 +263,10 @@ def specs(
         rows |= {1 << bits for bits in range(TOKENS[-1].bit_length(), m.bit_length())}
     else:
         counts = range(TOKENS[-1] + 64, m, 64)
-        rows |= set(islice((x for x in counts if is_large(replace(base, m=x))), 1))
+        first: dict[Any, int] = {}  # the fewest rows of each form for many
+        for x in counts:
+            first.setdefault(many(replace(base, m=x)), x)
+        rows |= set(first.values())
     for absolute, invariant, count in product((False, True), (False, True), sorted(rows)):
         asked = replace(base, absolute=absolute, batch_invariant=invariant)
         if grouping == "masked":

@@ -7,8 +7,8 @@
 #pragma once
 #include "b16_mainloop.cuh"
 #include "fp4_products.cuh"
+#include "fp4_tiles.cuh"
 #include "fp8_mainloop.cuh"
-#include "groups.cuh"
 #include "scaling.cuh"
 
 // Scaling by tokens alone: a thread has two in each m64 slice.
@@ -39,77 +39,6 @@ struct RowTokensOnly {
     const float low = settled(factors.token[kSlice][0]), high = settled(factors.token[kSlice][1]);
 #pragma unroll
     for (u32 i = 0; i < kColumns / 2; ++i) add<kFresh>(sum[i], i & 2 ? high : low, partial[i]);
-  }
-};
-
-// The tiles of a CTA.
-template <class C, class Arguments>
-struct Fp4Tiles {
-  // With labels, groups begin at multiples of 128 rows, and a tile may end with the rows of its group.
-  enum : u32 { kUnit = +C::kGrouping == kIndex ? 128 : +C::kT, kUnits = C::kT / kUnit, kColumns = 128 };
-  using Table = GroupTable<C::kGrouping, kUnit, C::kSegments, C::kThreads>;
-  // Where segments begin, in rows of tiles.
-  enum : u32 { kBegin = kUnits > 1 ? +Table::kBytes : +Table::kBegin };
-  enum : u32 { kNone = ~0u };
-  enum : u32 { kBytes = has_table(C::kGrouping) ? Table::kBytes + (kUnits > 1 ? ceil_div((C::kSegments + 1) * 4, 128) * 128 : 0) : 0 };
-
-  u32 index;
-  u32 row, last, group, column;  // the tile: its first row, the one behind its group's last, its first row of W
-
-  DG_DEVICE Fp4Tiles(const Arguments& arg, u32 table) : index(blockIdx.x) { locate(arg, table); }
-  DG_DEVICE bool valid() const { return index != kNone; }
-  DG_DEVICE void advance(const Arguments& arg, u32 table) {
-    index += gridDim.x;
-    locate(arg, table);
-  }
-
-  // One warp lists where segments begin in rows of tiles.
-  static DG_DEVICE void list(u32 table, u32 lane) {
-    u32 total = 0;
-#pragma unroll 1
-    for (u32 first = 0; first < C::kSegments; first += 32) {
-      const u32 at = table + Table::kBegin + (first + lane) * 4;
-      const u32 own = ceil_div(load_word(at + 4) - load_word(at), kUnits);
-      u32 sum = own;
-#pragma unroll
-      for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-      }
-      store_word(table + kBegin + (first + lane) * 4, total + sum - own);
-      total += __shfl_sync(0xffffffffu, sum, 31);
-    }
-    if (lane == 0) store_word(table + kBegin + C::kSegments * 4, total);
-  }
-
- private:
-  DG_DEVICE void locate(const Arguments& arg, u32 table) {
-    const u32 columns = ceil_div(arg.n, kColumns);
-    const u32 rows = +C::kGrouping == kUngrouped ? ceil_div(arg.m, C::kT) : load_word(table + kBegin + C::kSegments * 4);
-    // What follows is of no use then, and does no harm. A branch around it would serialise products.
-    if (index >= rows * columns) index = kNone;
-    if constexpr (+C::kGrouping == kUngrouped) {
-      group = 0, last = arg.m;
-      place(index, rows, columns, 0);
-    } else {
-      const u32 target = index / columns;
-      u32 segment = 0;
-#pragma unroll
-      for (u32 bit = C::kSegments / 2; bit > 0; bit /= 2)
-        if (load_word(table + kBegin + (segment + bit) * 4) <= target) segment += bit;
-      const u32 before = load_word(table + kBegin + segment * 4), used = Table::used_of(table, segment);
-      group = Table::group_of(table, segment);
-      // Padding beside rows of a group is written with them.
-      last = +C::kGrouping == kIndex ? min_of(arg.m, ceil_div(used, kUnit) * kUnit) : used;
-      place(index - before * columns, load_word(table + kBegin + (segment + 1) * 4) - before, columns, load_word(table + Table::kRow + segment * 4));
-    }
-  }
-  // In strips of rows of tiles, so that the tokens that CTAs read at a time stay in L2.
-  DG_DEVICE void place(u32 in_group, u32 height, u32 columns, u32 first) {
-    const u32 strip = in_group / (kStrip * columns), in_strip = in_group - strip * kStrip * columns;
-    const u32 rows = min_of(+kStrip, height - strip * kStrip), x = in_strip / rows;
-    column = x * kColumns;
-    row = first + (strip * kStrip + in_strip - x * rows) * C::kT;
   }
 };
 
@@ -309,7 +238,7 @@ struct Fp4Large {
   }
 
   // A consumer's rows of a tile.
-  DG_DEVICE bool has_rows(const Tiles& tile, u32 first) const { return !kIdles || tile.row + first < tile.last; }
+  DG_DEVICE bool has_rows(const Tiles& tile, u32 first) const { return !kIdles || uniform(tile.row + first < tile.last) != 0; }
 
   // Starts loading the factors of a tile's rows of W, four by each thread of a warp, to shared memory of that warp, and notes there where
   // the tile is: beside the sums there are no registers for it.
@@ -350,20 +279,22 @@ struct Fp4Large {
       store_matrix_x4(staging + own * 64 + ((i * 2 + lane / 16) ^ own / 2 % 4) * 16, packed[0], packed[1], packed[2], packed[3]);
     }
     __syncwarp();
-    const u32 x = column + lane % 4 * 8;
-    if (x >= arg.n) return;
+    // Without branches that lanes take apart: behind them ptxas would not know that stages are the same in all lanes, and would move
+    // descriptors to uniform registers before each product.
+    const u32 x = column + lane % 4 * 8, columns = x < arg.n ? arg.n - x : 0;
 #pragma unroll
     for (u32 first = 0; first < 16; first += 8) {
-      const u32 r = first + lane / 4, y = row + warp % 4 * 16 + r;
-      if (y >= last) continue;
+      const u32 r = first + lane / 4, y = row + warp % 4 * 16 + r, some = y < last ? columns : 0;
       const Bytes16 v = load_shared_16(staging + r * 64 + (lane % 4 ^ r / 2 % 4) * 16);
       u16* to = reinterpret_cast<u16*>(arg.d) + static_cast<u64>(y) * arg.d_stride + x;
       if (arg.aligned) {
-        store_16(to, v);
+        asm volatile("{\n .reg .pred p;\n setp.ne.u32 p, %5, 0;\n @p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}"
+                     ::"l"(to), "r"(v.words[0]), "r"(v.words[1]), "r"(v.words[2]), "r"(v.words[3]), "r"(some) : "memory");
       } else {
 #pragma unroll
         for (u32 i = 0; i < 8; ++i)
-          if (x + i < arg.n) to[i] = static_cast<u16>(v.words[i / 2] >> (16 * (i % 2)));
+          asm volatile("{\n .reg .pred p;\n setp.gt.u32 p, %2, %3;\n @p st.global.u16 [%0], %1;\n}"
+                       ::"l"(to + i), "h"(static_cast<u16>(v.words[i / 2] >> (16 * (i % 2)))), "r"(some), "r"(i) : "memory");
       }
     }
   }
@@ -404,6 +335,7 @@ struct Fp4Large {
         mainloop.resume(sum, arg.blocks, look_ahead, finished);
       } else {
         mainloop.idle(sum, arg.blocks, look_ahead, typename Mainloop::Nothing());
+        mainloop.at.stage = uniform(mainloop.at.stage), mainloop.at.parity = uniform(mainloop.at.parity);
       }
       more = tile.valid();
       if (!more) {

@@ -12,7 +12,7 @@ from kernel_builds import Builds, Built, builds_of, each_of, for_nvcc, main_loop
 from deep_gemm import kernels
 from deep_gemm.kernels.families import B16_BATCHED, B16_GEMM, B16_SWAP_AB, B16_SWAPPED, GEMMS
 from deep_gemm.kernels.groups import ALONG_M
-from deep_gemm.kernels.sm90_fp4_gemm import FP4, stream
+from deep_gemm.kernels.sm90_fp4_gemm import FP4, large, stream, wide
 from deep_gemm.params import KernelParams
 
 CASES = [params for family in GEMMS if family.mma_instruction == "HGMMA" for params in family.cases()]
@@ -99,3 +99,29 @@ def test_weights_are_multiplied_as_they_are_decoded(builds: Builds, kind: str, p
     text = builds(kind, params).sass
     assert set(re.findall(r"\b[QH]GMMA\.\S+", text)) == {PRODUCTS[params.dtype]}
     assert len(main_loop(text)) <= LONGEST[params.dtype]
+
+
+LARGE = [params for params in FP4.cases() if params.config == large()]
+LONGEST_LARGE = {"e4m3": 200, "bf16": 64}
+
+
+@each_of(LARGE, {"nvrtc": LARGE, "nvcc": []})
+def test_large_tiles_multiply_as_whole_weights(builds: Builds, kind: str, params: KernelParams) -> None:
+    """Moves of descriptors to uniform registers before each product cost FP8 14%."""
+    loop = main_loop(builds(kind, params).sass)
+    assert len(moves_to_uniform(loop)) <= 1
+    assert len(loop) <= LONGEST_LARGE[params.dtype]
+
+
+WIDE = [params for params in FP4.cases() if params.config == wide()]
+
+
+@each_of(WIDE, {"nvrtc": WIDE, "nvcc": []})
+def test_wide_tiles_decode_while_products_run(builds: Builds, kind: str, params: KernelParams) -> None:
+    """Four groups of four products for a block of K, after the first one, each awaited when the next one runs. None
+    moves descriptors to uniform registers."""
+    text = builds(kind, params).sass
+    *groups, _ = re.split(r"GMMA.*gsb0", text)
+    assert [group.count("GMMA") for group in groups] == [3] * 5
+    assert [group for group in groups if "R2UR" in group[group.index("GMMA") :]] == []
+    assert len(re.findall(r"DEPBAR\.LE gsb0, 0x1", text)) == 4

@@ -11,7 +11,7 @@ from gpu_cases import DEVICE
 import deep_gemm
 from deep_gemm import quantize
 from deep_gemm.arch import SM90
-from deep_gemm.kernels.sm90_fp4_gemm import FP4
+from deep_gemm.kernels.sm90_fp4_gemm import FP4, Fp4Config, large, wide
 from deep_gemm.ops import fp4_weights
 from deep_gemm.runtime import engine
 from deep_gemm.spec import Fp4Spec
@@ -158,17 +158,30 @@ def test_contiguous(kind: str, psum: bool, m: int, groups: int) -> None:
 
 
 @pytest.fixture
-def large_tiles() -> Iterator[None]:
-    """On so few SMs that small products have rounds of large tiles."""
+def few_sms() -> Iterator[None]:
+    """So few that small products have rounds of whole tiles."""
     before = deep_gemm.get_num_sms()
     deep_gemm.set_num_sms(4)
     try:
         yield
-        found = [FP4.config_of(spec, SM90) for spec in engine.planned() if isinstance(spec, Fp4Spec)]
-        assert found
-        assert all(config.in_shared for config in found)
     finally:
         deep_gemm.set_num_sms(before)
+
+
+def planned() -> set[Fp4Config]:
+    return {FP4.config_of(spec, SM90) for spec in engine.planned() if isinstance(spec, Fp4Spec)}
+
+
+@pytest.fixture
+def large_tiles(few_sms: None) -> Iterator[None]:
+    yield
+    assert planned() == {large()}
+
+
+@pytest.fixture
+def wide_tiles(few_sms: None) -> Iterator[None]:
+    yield
+    assert planned() == {wide()}
 
 
 @cuda_only
@@ -189,6 +202,15 @@ def test_many_rows_of_groups(kind: str) -> None:
     test_contiguous(kind, False, 2560, 5)
     test_contiguous(kind, True, 3200, 5)
     test_masked(kind, (500, 500, [500, 0, 128, 129, 1, 300], 1152, 1056))
+
+
+@cuda_only
+@of_kinds
+@pytest.mark.usefixtures("wide_tiles")
+def test_many_rows_of_small_groups(kind: str) -> None:
+    test_contiguous(kind, False, 1024, 8)
+    test_contiguous(kind, True, 2048, 8)
+    test_masked(kind, (110, 110, [110, 0, 64, 65, 1, 100], 1280, 1056))
 
 
 @of_kinds
@@ -260,6 +282,13 @@ def test_batch_invariance(kind: str) -> None:
             assert torch.equal(part, whole[:m])
     finally:
         deep_gemm.set_batch_invariant(False)
+
+
+@cuda_only
+@of_kinds
+@pytest.mark.usefixtures("few_sms")
+def test_large_tiles_add_in_the_order_of_few_rows(kind: str) -> None:
+    test_batch_invariance(kind)
 
 
 @cuda_only

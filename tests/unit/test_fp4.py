@@ -288,7 +288,7 @@ def spec(m: int, n: int, k: int, **more: Any) -> Fp4Spec:
         (spec(193, 4096, 7168), "128x128"),
         (spec(300, 4096, 7168), "64x256"),
         (spec(385, 4096, 7168), "128x128"),
-        (spec(2048, 4096, 7168, dtype="bf16", batch_invariant=True), "128x128"),
+        (spec(2048, 4096, 7168, dtype="bf16", batch_invariant=True), "256x128"),
         (spec(2048, 4096, 7168, absolute=True), "32x256"),
         (spec(96, 6144, 7168, groups=32, grouping="masked", expected_m=24), "24x256"),
         (spec(96, 4096, 4096, groups=6, grouping="masked", expected_m=24), "24x64"),
@@ -300,27 +300,28 @@ def spec(m: int, n: int, k: int, **more: Any) -> Fp4Spec:
         (spec(512, 4096, 7168), "128x128"),  # large tiles would be on half of the SMs
         (spec(512, 7168, 2048), "256x128"),
         (spec(4096, 4096, 7168), "256x128"),
-        (spec(4096, 4096, 7168, batch_invariant=True), "128x128"),
+        (spec(4096, 4096, 7168, batch_invariant=True), "256x128"),
         (spec(2048, 7168, 2048, dtype="bf16"), "256x128"),
-        (spec(1100, 7168, 2048, dtype="bf16"), "128x128"),
+        (spec(1100, 7168, 2048, dtype="bf16"), "128x256"),
+        (spec(1100, 4096, 7168, dtype="bf16"), "128x128"),
         (spec(16384, 4096, 7168, groups=32, grouping="contiguous", alignment=128), "256x128"),
         (spec(16384, 4096, 7168, groups=32, grouping="contiguous", alignment=64), "64x256"),
-        (spec(4096, 4096, 7168, groups=32, grouping="contiguous", alignment=128), "128x128"),
+        (spec(4096, 4096, 7168, groups=32, grouping="contiguous", alignment=128), "128x256"),
         (spec(12288, 4096, 7168, groups=32, grouping="psum", alignment=128), "256x128"),
         (spec(512, 4096, 7168, groups=32, grouping="masked", expected_m=256), "256x128"),
         (spec(4096, 4096, 4096, groups=6, grouping="contiguous", alignment=16), "16x256"),
         (spec(4096, 4096, 4096, groups=6, grouping="contiguous", alignment=192), "64x256"),
-        (spec(4096, 4096, 4096, groups=32, grouping="contiguous", alignment=128), "128x128"),
+        (spec(4096, 4096, 4096, groups=32, grouping="contiguous", alignment=128), "128x256"),
         (spec(4096, 4096, 4096, groups=33, grouping="contiguous", alignment=128), "64x256"),
         (spec(4096, 4096, 4096, groups=17, grouping="psum", alignment=128), "64x256"),
-        (spec(4096, 4096, 4096, groups=16, grouping="psum", alignment=128, dtype="bf16"), "128x128"),
+        (spec(4096, 4096, 4096, groups=16, grouping="psum", alignment=128, dtype="bf16"), "128x256"),
     ],
     ids=str,
 )
 def test_the_choice(asked: Fp4Spec, text: str) -> None:
     assert FP4.describe(config := FP4.config_of(asked, SM90)) == text
     assert config in FP4.configs(SM90)
-    assert (FP4.workspace_bytes(asked) == 0) is (config.in_shared or config.cluster > 0)
+    assert (FP4.workspace_bytes(asked) == 0) is (config.whole or config.cluster > 0)
 
 
 def test_registers_fit_in_what_a_launch_allocates() -> None:
