@@ -123,8 +123,14 @@ def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
-    """A spec without groups that is about as much work: rows of each group are rounded up to whole tiles."""
-    return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
+    """A spec without groups that is about as much work. Rows of each masked group are rounded up to whole tiles. In other
+    forms M has the padding up to the alignment. Of tiles that are lower, half of those that a group could do without
+    are left out."""
+    if spec.grouping == "masked":
+        return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
+    tiles, spare = ceil_div(spec.m, config.block_m), max(0, spec.alignment // config.block_m - 1)
+    tiles = max(tiles - spec.groups * spare // 2, ceil_div(tiles, 1 + spare))
+    return replace(one_group(spec), m=tiles * config.block_m)
 
 
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:

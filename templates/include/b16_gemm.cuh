@@ -92,10 +92,10 @@ struct B16Gemm {
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
-      if constexpr (Tile::kTmaStore) store_tiles(tile);
       kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
         if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
       });
+      if constexpr (Tile::kTmaStore) store_tiles(tile);
     });
   }
 
