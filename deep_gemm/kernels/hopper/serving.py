@@ -255,7 +255,7 @@ B16_SUMMED: tuple[tuple[int, int, tuple[int, int, int], int, bool], ...] = (
 long. With parts, 513 products of 256 x 256 x 256 took 58 us for 65, and 4096 of them 312 us for 459 (H200); 129 took 24
 for 21."""
 
-B16_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 160), (128, 192), (128, 208), (128, 224), (128, 256))
+B16_GROUPED: tuple[tuple[int, int], ...] = ((64, 64), (128, 128), (128, 160), (128, 192), (128, 224), (128, 256))
 """(block_m, block_n) of the serving set. On an H100, in single calls of 28 shapes, the best of these was within 3% of
 the best of all, but for one shape (8%)."""
 
