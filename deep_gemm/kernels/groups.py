@@ -30,12 +30,10 @@ MOST_COLUMNS = 1 << 18
 FEW_ROWS = 32
 """Rows of a box of A in tiles of 64 rows, which are for groups of few rows."""
 
-_FEW_TILES, _LOW, _HELD_IN_L2, _HELD_BESIDE_D = 16, 4, 64 << 20, 24 << 20
+_FEW_TILES, _ONE_ROW, _LOW = 16, 1.35, 4
+_HELD_IN_L2, _HELD_BESIDE_D = 64 << 20, 24 << 20
 """Tiles of a CTA, rows of tiles of a group, and bytes of B up to which padding is skipped: see `skips_padding`, and
 docs/measurements/rules.md."""
-
-_ONE_ROW = 1.35
-"""Rows of tiles of a group up to which groups without counts are low."""
 
 _BYTES = {"e4m3": 1, "bf16": 2, "f16": 2}
 
@@ -103,24 +101,22 @@ def blocks_ahead(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def is_low(spec: GemmSpec, config: GemmConfig) -> bool:
-    """Whether groups have one row of tiles each: masked ones even with twice the expected rows, others on average."""
-    if spec.grouping == "masked":
-        return 2 * one_group(spec).m <= config.block_m
-    return expected(spec, config).m <= _ONE_ROW * spec.groups * config.block_m
+    """Whether masked groups have one row of tiles each, even with twice the expected rows."""
+    return spec.grouping == "masked" and 2 * one_group(spec).m <= config.block_m
 
 
 def skips_padding(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether tiles with few rows are shorter than others. Then CTAs that read the same columns of B drift apart. That
-    does no harm if no two do, or if the columns of B that are in use stay in L2 for as long as a tile takes. With masked
-    groups it pays more often, since a group's last tile is not written whole: also if there are few tiles for each
-    CTA, and where groups are low."""
+    does no harm if most groups have one row of tiles. Otherwise it pays where groups are low, so that much is padding,
+    and the columns of B that are in use stay in L2 for as long as a tile takes. Masked groups, whose last tiles are not
+    written whole, gain more: also if there are few tiles for each CTA."""
+    counted = spec.grouping == "masked"
     rows, columns = expected(spec, config).m // config.block_m, ceil_div(spec.n, config.block_n)
-    in_use = ceil_div(spec.num_sms * spec.groups, rows) * config.block_n * spec.k * _BYTES[spec.b.dtype]
-    if spec.grouping != "masked":
-        return is_low(spec, config) or in_use <= _HELD_BESIDE_D
-    if rows * columns <= _FEW_TILES * spec.num_sms:
+    harmless = rows * columns <= _FEW_TILES * spec.num_sms if counted else rows <= _ONE_ROW * spec.groups
+    if harmless:
         return True
-    return rows <= _LOW * spec.groups and in_use <= _HELD_IN_L2
+    in_use = ceil_div(spec.num_sms * spec.groups, rows) * config.block_n * spec.k * _BYTES[spec.b.dtype]
+    return rows <= _LOW * spec.groups and in_use <= (_HELD_IN_L2 if counted else _HELD_BESIDE_D)
 
 
 def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
@@ -131,9 +127,9 @@ def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
-    """A spec without groups that is about as much work. Rows of each masked group are rounded up to whole tiles. In other
-    forms M has the padding up to the alignment. Of tiles that are lower, half of those that a group could do without
-    are left out."""
+    """A spec without groups that is about as much work. Rows of each masked group are rounded up to whole tiles. In
+    other forms M has the padding up to the alignment. Of tiles that are lower, half of those that a group could do
+    without are left out."""
     if spec.grouping == "masked":
         return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
     tiles, spare = ceil_div(spec.m, config.block_m), max(0, spec.alignment // config.block_m - 1)
@@ -142,9 +138,9 @@ def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
 
 
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
-    """The operands that are loaded with evict-first, as in `loads.evict_first`: B if groups are low and B has not too
-    many bytes. L2 then keeps what others wrote, instead of writing it back while B is read
-    (docs/measurements/rules.md)."""
+    """The operands that are loaded with evict-first, as in `loads.evict_first`: B if masked groups have one row of
+    tiles each, even with twice the expected rows, and not too many bytes. L2 then keeps what others wrote, instead of
+    writing it back while B is read (docs/measurements/rules.md)."""
     weights = spec.groups * spec.n * spec.k * _BYTES[spec.b.dtype]
     return int(is_low(spec, config) and weights <= _MOST_EVICTED)
 
