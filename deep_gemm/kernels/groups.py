@@ -133,7 +133,8 @@ def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
     if spec.grouping == "masked":
         return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
     tiles, spare = ceil_div(spec.m, config.block_m), max(0, spec.alignment // config.block_m - 1)
-    tiles = max(tiles - spec.groups * spare // 2, ceil_div(tiles, 1 + spare))
+    most = min(spec.groups, ceil_div(spec.m, spec.alignment))  # groups that have rows
+    tiles = max(tiles - most * spare // 2, ceil_div(tiles, 1 + spare))
     return replace(one_group(spec), m=tiles * config.block_m)
 
 
