@@ -60,7 +60,7 @@ struct GroupTable {
   enum : u32 { kLabels = kUsed + (kGrouping == kIndex ? kSegments * 4 : 0) };
   enum : u32 { kChunk = 256 };  // rows of tiles whose labels are looked at together
   // Labels of a row of tiles that a lane reads, and rows of tiles that a warp reads before it waits: a label takes a microsecond from HBM.
-  enum : u32 { kWarps = kThreads / 32, kEach = ceil_div(kBlockM, 32), kTogether = kEach <= 4 ? 8 : 4 };
+  enum : u32 { kWarps = kThreads / 32, kEach = ceil_div(kBlockM, 32), kTogether = kThreads > 384 ? 1 : kEach <= 4 ? 8 : 4 };
   enum : u32 { kBytes = ceil_div(kLabels + (kGrouping == kIndex ? kChunk * 4 : 0), 128) * 128 };
   static_assert((kSegments & (kSegments - 1)) == 0 && kSegments >= 32);
 
@@ -204,33 +204,25 @@ struct GroupTable {
 template <class Table, u32 kBlockM, u32 kSegments, u32 kBytes, class Also>
 DG_DEVICE void zero_padding(u32 shared, u8* d, i64 stride, u32 rows, u32 columns, bool aligned, u32 lane, const Also& also) {
   const u32 total = load_word(shared + Table::kBegin + kSegments * 4);
+  u32 from = 0, before = 0;  // the first row after the segment before, and the rows of tiles up to there
 #pragma unroll 1
-  for (u32 first = 0; first <= kSegments; first += 32) {
-    // Each lane looks at what lies before a segment, or after the last one.
-    const u32 segment = first + lane;
-    u32 from = 0, to = 0;
-    bool past = true;
-    if (segment <= kSegments) {
-      const u32 begin = load_word(shared + Table::kBegin + segment * 4);
-      const u32 before = segment > 0 ? load_word(shared + Table::kBegin + (segment - 1) * 4) : 0;
-      past = begin == total;
-      if (segment > 0) from = load_word(shared + Table::kRow + (segment - 1) * 4) + (begin - before) * kBlockM;
-      if (segment == 0 || before < total) to = past ? rows : min_of(load_word(shared + Table::kRow + segment * 4), rows);
-    }
-    for (u32 left = __ballot_sync(0xffffffffu, from < to); left != 0; left &= left - 1) {
-      const u32 one = __popc(~left & (left - 1)), stop = __shfl_sync(0xffffffffu, to, one);
+  for (u32 segment = 0; from < rows; ++segment) {
+    const bool past = before == total;
+    const u32 to = past ? rows : min_of(load_word(shared + Table::kRow + segment * 4), rows);
 #pragma unroll 1
-      for (u32 row = __shfl_sync(0xffffffffu, from, one) + blockIdx.x; row < stop; row += gridDim.x) {
-        u8* line = d + row * stride * kBytes;
-        if (aligned) {
-          for (u32 x = lane * 16; x < columns * kBytes; x += 32 * 16) store_16(line + x, Bytes16{});
-        } else {
-          for (u32 x = lane * 2; x < columns * kBytes; x += 32 * 2) *reinterpret_cast<u16*>(line + x) = 0;
-        }
-        also(row);
+    for (u32 row = from + blockIdx.x; row < to; row += gridDim.x) {
+      u8* line = d + row * stride * kBytes;
+      if (aligned) {
+        for (u32 x = lane * 16; x < columns * kBytes; x += 32 * 16) store_16(line + x, Bytes16{});
+      } else {
+        for (u32 x = lane * 2; x < columns * kBytes; x += 32 * 2) *reinterpret_cast<u16*>(line + x) = 0;
       }
+      also(row);
     }
-    if (__ballot_sync(0xffffffffu, past) != 0) return;
+    if (past) return;
+    const u32 after = load_word(shared + Table::kBegin + (segment + 1) * 4);
+    from = to + (after - before) * kBlockM;
+    before = after;
   }
 }
 
