@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation("take the first of B's scales for all", "promotion.cuh", "kScale % Columns::kScales", "0",
              ("pair", "cast", "counts", "turns", "turns counts")),
     Mutation("take interleaved rows' scales where those of halves are", "fp8_scaled.cuh",
-        "Layout::kGated && !Layout::kInterleaved ?", "Layout::kGated ?", ("turns", "turns counts", "turns labels")),
+        ": Layout::kInterleaved ?", ": false ?", ("turns", "turns counts", "turns labels")),
     Mutation("take a gate's bias as that of halves", "finish.cuh", "return at(part + i) * kApart;",
              "return at(part + i);", ("turns", "turns counts", *HALF_TURNS)),
     Mutation("take the bias of up for a gate", "finish.cuh", "lane % kRun * kApart, group)", "lane % kRun, group)",

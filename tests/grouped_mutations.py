@@ -19,10 +19,10 @@ KERNELS: dict[str, KernelParams] = {
 
 # fmt: off
 MUTATIONS = [
-    Mutation("take the label of a tile's first row", "groups.cuh", "label = __reduce_max_sync(0xffffffffu, label);",
-             "label = __shfl_sync(0xffffffffu, label, 0);", ("labels",)),
+    Mutation("take the label of a tile's first row", "groups.cuh", "most = __reduce_max_sync(0xffffffffu, most);",
+             "most = __shfl_sync(0xffffffffu, most, 0);", ("labels",)),
     Mutation("leave out the rows of a group's last tile", "groups.cuh",
-             "(first + tile) * kBlockM + (static_cast<u32>(word) >> 16)", "(first + tile) * kBlockM", ("labels",)),
+             "(first + tile) * kBlockM + (static_cast<u32>(word) & 0xffff)", "(first + tile) * kBlockM", ("labels",)),
     Mutation("leave out 64 rows of each group", "groups.cuh", "used = raster->skips ? last : row + kBlockM;",
              "used = last - 64;", ("ends", "counts")),
     Mutation("begin a group where the one before ends", "groups.cuh",
@@ -52,9 +52,9 @@ MUTATIONS = [
     Mutation("begin each group's blocks of B's scales at the first", "fp8_scaled.cuh",
              "tile.first_k * arg.scale_b_stride_k", "0 * arg.scale_b_stride_k", ("mixed",)),
     Mutation("scale every tile by the blocks of the first columns", "fp8_scaled.cuh",
-             ": tile.column / 128 + scale;", ": scale;", ("mixed",)),
+             "(tile.column + Columns::scale_begin(scale)) / 128", "Columns::scale_begin(scale) / 128", ("mixed",)),
     Mutation("scale the right half of a tile as its left", "fp8_scaled.cuh",
-             ": tile.column / 128 + scale;", ": tile.column / 128;", ("mixed",)),
+             "(tile.column + Columns::scale_begin(scale)) / 128", "tile.column / 128", ("mixed",)),
     Mutation("write every group's matrix over the first", "b16_gemm.cuh",
              "tma_add_3d(arg.map_d, source, x, y, at.group);", "tma_add_3d(arg.map_d, source, x, y, 0);", ("depths",)),
 ]

@@ -30,7 +30,8 @@ MOST_COLUMNS = 1 << 18
 FEW_ROWS = 32
 """Rows of a box of A in tiles of 64 rows, which are for groups of few rows."""
 
-_FEW_TILES, _LOW, _HELD_IN_L2 = 16, 4, 64 << 20
+_FEW_TILES, _ONE_ROW, _LOW = 16, 1.35, 4
+_HELD_IN_L2, _HELD_BESIDE_D = 64 << 20, 24 << 20
 """Tiles of a CTA, rows of tiles of a group, and bytes of B up to which padding is skipped: see `skips_padding`, and
 docs/measurements/rules.md."""
 
@@ -106,13 +107,16 @@ def is_low(spec: GemmSpec, config: GemmConfig) -> bool:
 
 def skips_padding(spec: GemmSpec, config: GemmConfig) -> bool:
     """Whether tiles with few rows are shorter than others. Then CTAs that read the same columns of B drift apart. That
-    does no harm if there are few tiles for each CTA. If there are many, it pays where groups are low, so that much is
-    padding, and the columns of B that are in use stay in L2 for as long as a tile takes."""
+    does no harm if most groups have one row of tiles. Otherwise it pays where groups are low, so that much is padding,
+    and the columns of B that are in use stay in L2 for as long as a tile takes. Masked groups, whose last tiles are not
+    written whole, gain more: also if there are few tiles for each CTA."""
+    counted = spec.grouping == "masked"
     rows, columns = expected(spec, config).m // config.block_m, ceil_div(spec.n, config.block_n)
-    if rows * columns <= _FEW_TILES * spec.num_sms:
+    harmless = rows * columns <= _FEW_TILES * spec.num_sms if counted else rows <= _ONE_ROW * spec.groups
+    if harmless:
         return True
     in_use = ceil_div(spec.num_sms * spec.groups, rows) * config.block_n * spec.k * _BYTES[spec.b.dtype]
-    return rows <= _LOW * spec.groups and in_use <= _HELD_IN_L2
+    return rows <= _LOW * spec.groups and in_use <= (_HELD_IN_L2 if counted else _HELD_BESIDE_D)
 
 
 def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
@@ -123,8 +127,15 @@ def rows_of_tiles(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
-    """A spec without groups that is about as much work: rows of each group are rounded up to whole tiles."""
-    return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
+    """A spec without groups that is about as much work. Rows of each masked group are rounded up to whole tiles. In
+    other forms M has the padding up to the alignment. Of tiles that are lower, half of those that a group could do
+    without are left out."""
+    if spec.grouping == "masked":
+        return replace(one_group(spec), m=spec.groups * align(one_group(spec).m, config.block_m))
+    tiles, spare = ceil_div(spec.m, config.block_m), max(0, spec.alignment // config.block_m - 1)
+    most = min(spec.groups, ceil_div(spec.m, spec.alignment))  # groups that have rows
+    tiles = max(tiles - most * spare // 2, ceil_div(tiles, 1 + spare))
+    return replace(one_group(spec), m=tiles * config.block_m)
 
 
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:

@@ -8,6 +8,7 @@ docs/measurements/rules.md says how good it is.
 
 from __future__ import annotations
 
+from ..kernels import groups
 from ..kernels.features import Features
 from ..params import GemmConfig
 from ..records import record
@@ -40,8 +41,9 @@ class Power:
 
 
 def draws(spec: GemmSpec, config: GemmConfig, x: Features) -> tuple[float, ...]:
-    """The factor of each constant of `Power`."""
-    tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * config.cluster_m
+    """The factor of each constant of `Power`. Not all padding of groups is multiplied; see `groups.expected`."""
+    m = groups.expected(spec, config).m if spec.grouping in ("contiguous", "psum") else spec.m
+    tiles = ceil_div(m, config.block_m * config.cluster_m) * config.cluster_m
     tiles *= ceil_div(spec.n, config.block_n * config.cluster_n) * config.cluster_n
     blocks = tiles * ceil_div(spec.k * int(x.element_bytes), BLOCK_BYTES)
     return (

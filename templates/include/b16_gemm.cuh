@@ -92,10 +92,10 @@ struct B16Gemm {
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
-      if constexpr (Tile::kTmaStore) store_tiles(tile);
       kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
         if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
       });
+      if constexpr (Tile::kTmaStore) store_tiles(tile);
     });
   }
 
@@ -135,12 +135,16 @@ struct B16Gemm {
     u32 count = blocks_of(tile);
     mainloop.start(sum);
     // A consumer without rows of the tile multiplies only its first block: ptxas serialises products that are in flight where branches
-    // meet.
+    // meet. If more parts than stages are staged beside products, it multiplies a block for each part. Otherwise both consumers would
+    // wait forever: it for the other one's parts, and the other one for stages that it has not released.
     const auto go_on = [&](auto times, const auto& beside) {
+      constexpr u32 kTimes = decltype(times)::kValue;
       if constexpr (kIdles) {
+        constexpr u32 kLeast = kTimes > Layout::kStages ? kTimes : 1;
         const bool busy = tile.row + first_row < kernel.used(tile);
-        mainloop.template resume<decltype(times)::kValue>(sum, busy ? count : 1, beside);
-        if (!busy) mainloop.skip(count - 1);
+        const u32 multiplied = busy ? count : min_of(count, kLeast);
+        mainloop.template resume<kTimes>(sum, multiplied, beside);
+        if (!busy) mainloop.skip(count - multiplied);
         if constexpr (Layout::kGrouping == kIndex) {  // padding is written
 #pragma unroll
           for (u32 slice = 0; slice < kSlices; ++slice)
@@ -148,7 +152,7 @@ struct B16Gemm {
             for (u32 i = 0; i < Layout::kBlockN / 2; ++i) sum[slice][i] = busy ? sum[slice][i] : 0.0f;
         }
       } else {
-        mainloop.template resume<decltype(times)::kValue>(sum, count, beside);
+        mainloop.template resume<kTimes>(sum, count, beside);
       }
     };
     if constexpr (kStoresLate) {

@@ -54,6 +54,16 @@ struct TileColumns {
   }
 };
 
+// The columns of a tile that are one range, which begins at a multiple of the tile's width. Scale blocks of B end at the same columns in all
+// tiles if the width divides 128 or is a multiple of it. Otherwise they end at multiples of the greatest power of two in the width, and
+// each such piece has a scale, although neighbours may have the same one.
+template <u32 kBlockN>
+struct BlockColumns {
+  enum : u32 { kPiece = min_of(kBlockN & (~kBlockN + 1), 128u), kScales = kBlockN / kPiece };
+  static DG_DEVICE constexpr u32 scale_begin(u32 scale) { return scale * kPiece; }
+  static DG_DEVICE constexpr u32 scale_end(u32 scale) { return (scale + 1) * kPiece; }
+};
+
 // The columns of a tile of a product with a gate: half of them are gate's, and half of them up's.
 template <u32 kBlockN>
 struct GatedColumns {

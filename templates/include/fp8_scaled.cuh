@@ -75,11 +75,10 @@ struct Fp8Scaled {
     enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };
   };
 
-  // Scales of 128 x 128 blocks of B. A tile of a power of two columns lies in one block, or in two.
+  // Scales of 128 x 128 blocks of B.
   using Halves = Choice<Layout::kInterleaved, InterleavedColumns<kBlockN>, GatedColumns<kBlockN>>;
-  using Columns = Choice<Layout::kGated, Halves, TileColumns<kBlockN>>;
+  using Columns = Choice<Layout::kGated, Halves, BlockColumns<kBlockN>>;
   using Weights = BlockScales<Columns::kScales, typename Layout::Order>;
-  static_assert(kScaling != k1D2D || Columns::kSegments == 1);
 
   template <u32 kKind, class = void>
   struct ScalingOf {
@@ -128,10 +127,10 @@ struct Fp8Scaled {
 
   DG_DEVICE void run() {
     kernel.run([&] { consume(); }, [&](const Scheduler& tile) {
-      if constexpr (Tile::kTmaStore) store_tiles(tile);
       kernel.template zero_padding<Out::kBytes>(Tile::kTmaStore, [&](u32 row) {
         if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
       });
+      if constexpr (Tile::kTmaStore) store_tiles(tile);
     });
   }
 
@@ -156,7 +155,9 @@ struct Fp8Scaled {
     typename Weights::Part found{{}, blocks_of(tile)};
 #pragma unroll
     for (u32 scale = 0; scale < Columns::kScales; ++scale)
-      found.row[scale] = Layout::kGated && !Layout::kInterleaved ? (tile.column + scale * kernel.n()) / 256 : tile.column / 128 + scale;
+      found.row[scale] = !Layout::kGated        ? (tile.column + Columns::scale_begin(scale)) / 128
+                         : Layout::kInterleaved ? tile.column / 128 + scale
+                                                : (tile.column + scale * kernel.n()) / 256;
     return found;
   }
 

@@ -59,6 +59,8 @@ struct GroupTable {
   enum : u32 { kBegin = 0, kRow = (kSegments + 1) * 4, kLast = kRow + kSegments * 4, kUsed = kLast + kSegments * 4 };
   enum : u32 { kLabels = kUsed + (kGrouping == kIndex ? kSegments * 4 : 0) };
   enum : u32 { kChunk = 256 };  // rows of tiles whose labels are looked at together
+  // Labels of a row of tiles that a lane reads, and rows of tiles that a warp reads before it waits: a label takes a microsecond from HBM.
+  enum : u32 { kWarps = kThreads / 32, kEach = ceil_div(kBlockM, 32), kTogether = kThreads > 384 ? 1 : kEach <= 4 ? 8 : 4 };
   enum : u32 { kBytes = ceil_div(kLabels + (kGrouping == kIndex ? kChunk * 4 : 0), 128) * 128 };
   static_assert((kSegments & (kSegments - 1)) == 0 && kSegments >= 32);
 
@@ -134,21 +136,30 @@ struct GroupTable {
     for (u32 first = 0; first < tiles; first += kChunk) {
       const u32 count = min_of(kChunk, tiles - first);
 #pragma unroll 1
-      for (u32 tile = warp; tile < count; tile += kThreads / 32) {
-        const u32 from = (first + tile) * kBlockM;
-        int label = -1;
-        u32 used = 0;  // rows up to the last one that is no padding
+      for (u32 at = warp; at < count; at += kTogether * kWarps) {
+        int labels[kTogether][kEach];
 #pragma unroll
-        for (u32 row = lane; row < kBlockM; row += 32) {
-          const int other = from + row < rows ? load_label(arg.layout + from + row) : -1;
-          if (other >= 0 && other < static_cast<int>(arg.groups)) {
-            label = max_of(label, other);
-            used = row + 1;
+        for (u32 i = 0; i < kTogether; ++i) {
+          if (at + i * kWarps < count) {
+            const u32 from = (first + at + i * kWarps) * kBlockM + lane;
+#pragma unroll
+            for (u32 j = 0; j < kEach; ++j)
+              labels[i][j] = j * 32 + lane < kBlockM && from + j * 32 < rows ? load_label(arg.layout + from + j * 32) : -1;
           }
         }
-        label = __reduce_max_sync(0xffffffffu, label);
-        used = __reduce_max_sync(0xffffffffu, used);
-        if (lane == 0) store_word(shared + kLabels + tile * 4, label < 0 ? ~0u : used << 16 | static_cast<u32>(label));
+#pragma unroll
+        for (u32 i = 0; i < kTogether; ++i) {
+          if (at + i * kWarps < count) {
+            u32 most = 0;  // of labels and, below them, how many rows there are up to theirs
+#pragma unroll
+            for (u32 j = 0; j < kEach; ++j) {
+              const u32 label = static_cast<u32>(labels[i][j]);
+              if (label < arg.groups) most = ::max_of(most, label << 16 | (j * 32 + lane + 1));
+            }
+            most = __reduce_max_sync(0xffffffffu, most);
+            if (lane == 0) store_word(shared + kLabels + (at + i * kWarps) * 4, most > 0 ? most : ~0u);
+          }
+        }
       }
       __syncthreads();
       if (warp == 0) {
@@ -156,7 +167,7 @@ struct GroupTable {
         for (u32 part = 0; part < count; part += 32) {
           const u32 tile = part + lane;
           const int word = tile < count ? static_cast<int>(load_word(shared + kLabels + tile * 4)) : -1;
-          const int label = word < 0 ? -1 : word & 0xffff;
+          const int label = word < 0 ? -1 : word >> 16;
           int previous = __shfl_up_sync(0xffffffffu, label, 1);
           if (lane == 0) previous = before;
           before = __shfl_sync(0xffffffffu, label, 31);
@@ -172,7 +183,7 @@ struct GroupTable {
           }
           if (label >= 0 && (lane == 31 || following != label)) {  // the run may go on in the next 32: then it is written again
             const u32 own = segments + __popc(starts & (lower | 1u << lane)) - 1;
-            store_word(shared + kUsed + own * 4, (first + tile) * kBlockM + (static_cast<u32>(word) >> 16));
+            store_word(shared + kUsed + own * 4, (first + tile) * kBlockM + (static_cast<u32>(word) & 0xffff));
           }
           __syncwarp();
           segments += __popc(starts);

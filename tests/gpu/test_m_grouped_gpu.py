@@ -10,7 +10,7 @@ from gpu_cases import DEVICE
 from grouped_cases import BF16, FORMS, KINDS, Case, Routing, call
 
 import deep_gemm
-from deep_gemm import UnsupportedError
+from deep_gemm import UnsupportedError, options
 from deep_gemm.kernels import groups
 from deep_gemm.runtime import calls, engine
 from deep_gemm.testing import assert_close_to_exact, assert_half_close_to_exact, guarded_copy
@@ -70,6 +70,24 @@ def test_integers_are_exact(kind: str, form: str, groups: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_256_groups(kind: str, form: str) -> None:
     check_exact(Case(kind, routed(256, 1, most=20), 136, 256, DEVICE, integers=True), form)
+
+
+@cuda_only
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("kind", "width"), [("fp8", 192), ("bf16", 160), ("bf16", 192), ("bf16", 224)])
+def test_tiles_of_other_widths(kind: str, width: int, form: str) -> None:
+    """Blocks of scales end inside them, and some are stored in more parts than they have stages."""
+    case = Case(kind, MIXED, N, 2064, DEVICE, integers=True)
+    with options.only(lambda config: config.tile == (128, width)):
+        check_exact(case, form)
+
+
+@cuda_only
+def test_a_consumer_without_rows_does_not_stop_the_other() -> None:
+    """Beside a table of so many groups a tile has three stages, and it is stored in four parts."""
+    case = Case("bf16", routed(520, 2, most=60), 264, 512, DEVICE, integers=True)
+    with options.only(lambda config: config.tile == (128, 256)):
+        check_exact(case, "contiguous")
 
 
 @pytest.mark.parametrize(

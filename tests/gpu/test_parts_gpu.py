@@ -19,7 +19,7 @@ from deep_gemm.spec import GemmSpec, ceil_div
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
-TILES = [(128, 128, 4), (64, 128, 4), (128, 128, 8), (128, 64, 2), (128, 128, 1), (256, 128, 2)]
+TILES = [(128, 128, 4), (64, 128, 4), (128, 128, 8), (128, 64, 2), (128, 128, 1), (128, 32, 1), (256, 128, 2)]
 SIZES = [(1, 200, 136, 4096), (2, 128, 384, 2048), (129, 200, 136, 128), (129, 256, 256, 256), (4096, 72, 264, 64)]
 """Products, M, N, K of each."""
 

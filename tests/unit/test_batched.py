@@ -366,6 +366,19 @@ def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[i
     assert B16_SUMMED.fits(spec, params.gemm)
 
 
+@pytest.mark.parametrize(
+    ("spec", "tiles"),
+    [
+        (sum_spec(600, 256, 256, 256), {(128, 32), (128, 128), (256, 128)}),
+        (sum_spec(4096, 256, 256, 256), {(256, 128)}),  # long
+        (sum_spec(600, 512, 256, 256), {(128, 32), (256, 128)}),  # 128 x 128 would have three parts
+        (sum_spec(600, 1024, 256, 256), {(256, 128)}),
+    ],
+)
+def test_low_tiles_have_parts_where_they_were_measured(spec: GemmSpec, tiles: set[tuple[int, int]]) -> None:
+    assert {config.tile for config in select.candidates(spec, SM90) if config.parts} == tiles
+
+
 def test_parts_that_do_not_fit() -> None:
     config = B16_SUMMED.config(128, 128, (1, 1, 4), 1, True)
     assert B16_SUMMED.fits(sum_spec(129, 256, 256, 256), config)

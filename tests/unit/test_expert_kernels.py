@@ -1,6 +1,7 @@
 """Grouped shapes and the kernels that are compiled ahead for them: all that any routing can need."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deep_gemm.errors import InvalidInputError, UnsupportedError
 from deep_gemm.ops.m_grouped import check_expected_m
 from deep_gemm.params import KernelParams
 from deep_gemm.runtime import engine
+from deep_gemm.spec import GemmSpec
 
 FP8, BF16 = GROUPED["fp8_gemm_nt"], GROUPED["bf16_gemm_nt"]
 
@@ -87,6 +89,23 @@ def test_groups_of_few_rows_have_low_tiles_small_boxes_and_early_weights() -> No
     assert found[FP8[2], 20] == (128, 32, 2, 1)
     assert found[BF16[2], 20][1:3] == (32, 4)
     assert [found[key][1:] for key in ((FP8[2], 1000), (FP8[0], 1))] == [(64, 0, 0)] * 2
+
+
+@pytest.mark.parametrize("op", [FP8[0], BF16[0]])
+def test_few_kernels_ship_for_rare_layouts(op: str) -> None:
+    """Tiles of 192 columns are for the usual layout of groups without counts, and it has no narrow ones."""
+    usual = ops.spec(4096, 4096, 4096, 132, op, groups=8)
+
+    def widths(asked: GemmSpec) -> set[int]:
+        return {config.block_n for config in select.candidates(asked, SM90)}
+
+    assert 192 in widths(usual)
+    assert 32 not in widths(usual)
+    for rare in (
+        replace(usual, grouping="masked", alignment=1, expected_m=1000),
+        replace(usual, d=replace(usual.d, aligned=False)),
+    ):
+        assert 128 in widths(rare) <= {32, 64, 128, 256}
 
 
 @pytest.fixture(scope="module")

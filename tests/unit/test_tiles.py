@@ -438,13 +438,41 @@ def grouped_spec(form: str, m: int, k: int, count: int, expected_m: int = 0) -> 
     ("groups_and_rows", "k", "skips"),
     [((64, 306), 7168, False), ((64, 306), 3072, True), ((32, 192), 7168, True), ((8, 4096), 2048, False)],
 )
-def test_padding_is_skipped_where_that_pays(groups_and_rows: tuple[int, int], k: int, skips: bool) -> None:
+def test_padding_of_masked_groups_is_skipped_where_that_pays(
+    groups_and_rows: tuple[int, int], k: int, skips: bool
+) -> None:
     """Few tiles for each CTA; or low groups, and columns of B that stay in L2. Otherwise CTAs only drift apart."""
     count, rows = groups_and_rows
     spec = grouped_spec("masked", 4096, k, count, rows)
     assert groups.skips_padding(spec, B16_K_GROUPED.config(128, 256)) is skips
-    contiguous = grouped_spec("contiguous", count * rows, k, count)
-    assert groups.skips_padding(contiguous, B16_K_GROUPED.config(128, 256)) is skips
+
+
+@pytest.mark.parametrize("form", ["contiguous", "contiguous_psum"])
+@pytest.mark.parametrize(
+    ("count", "rows", "k", "skips"),
+    [
+        (32, 128, 7168, True),
+        (32, 256, 7168, False),
+        (32, 256, 4096, False),
+        (32, 256, 1024, True),
+        (8, 1024, 1024, False),
+    ],
+)
+def test_other_padding_is_skipped_where_that_pays(form: str, count: int, rows: int, k: int, skips: bool) -> None:
+    """One row of tiles for most groups; or low groups, and few bytes of B that CTAs read at a time."""
+    spec = grouped_spec(form, count * rows, k, count)
+    assert groups.skips_padding(spec, B16_K_GROUPED.config(128, 256)) is skips
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=40), st.sampled_from(["contiguous", "contiguous_psum"]))
+def test_padded_rows_are_not_padded_again(sizes: list[int], form: str) -> None:
+    """High tiles are as many as there are. Of low ones no more than two for each high one are expected."""
+    tiles = sum(ceil_div(size, 128) for size in sizes)
+    spec = replace(grouped_spec(form, tiles * 128, 512, len(sizes)), alignment=128)
+    high, low = (groups.expected(spec, B16_K_GROUPED.config(height, 128)).m for height in (128, 64))
+    assert high == tiles * 128
+    assert high // 2 <= low <= high
 
 
 @pytest.mark.parametrize(

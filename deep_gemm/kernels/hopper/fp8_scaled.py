@@ -103,8 +103,10 @@ class Fp8Scaled(HopperTemplate):
         """Tiles from 64x32 to 256x128 and 128x256, without clusters or in clusters of two, with one set of partial sums
         or two; with one staging buffer where that leaves room for another stage."""
         for block_m, block_n, cluster in itertools.product(CONSUMERS, range(32, 257, 16), CLUSTERS):
-            if self.groups in ("m", "batch", "heads") and block_n & (block_n - 1):
+            if self.groups in ("batch", "heads") and block_n & (block_n - 1):
                 continue  # these tiles hold whole blocks of B's scales
+            if self.groups == "m" and (block_n % 32 or block_n // (block_n & -block_n) > 5):
+                continue  # each piece of a power of two columns has a scale of B
             for partials in (1, 2):
                 one, two = ((block_m, block_n, cluster, buffers, partials) for buffers in (1, 2))
                 yield two
@@ -155,7 +157,7 @@ class Fp8Scaled(HopperTemplate):
         """Not if a block of B's scales ends inside a tile, except for those of 256 columns, nor with too few
         registers. FP8 is written by consumers that complete all columns of a scale at once; with scales of rows, those
         of more columns have too few registers."""
-        if scaling == "1d2d" and config.block_n & (config.block_n - 1):
+        if scaling == "1d2d" and config.block_n & (config.block_n - 1) and self.groups != "m":
             return False
         if spec.d.dtype == "e4m3":
             wide = scaling == "rowwise" and config.block_n > SCALE_BLOCK

@@ -29,6 +29,10 @@ LARGE_F32 = 1 << 22
 NARROW, WIDE = 32, 128
 """Columns of the narrow FP8 tiles for masked groups, and of the next wider ones; see `masked`."""
 
+HIGH, LONG_SUM, FEW_PARTS = 256, 1 << 19, 4
+"""Rows of high tiles; and K of summed products below which lower ones have parts, and their parts at least: that is
+where these were measured."""
+
 SHORT_K = 128
 """Up to this K a batch of 16-bit products has two tiles only, see `short_batch`."""
 
@@ -45,17 +49,17 @@ def of_few_rows(spec: GemmSpec, configs: Sequence[GemmConfig], sizes: tuple[int,
 
 def of_fp8(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """The FP8 configs to rank, for any scaling, output and grouping."""
-    filled = half_filled(spec, configs)
     if spec.grouping in groups.ALONG_M:
+        filled = half_filled(spec, of_groups(spec, configs))
         return masked(spec, filled) if spec.grouping == "masked" else filled
-    return splits_in_one_round(spec, filled)
+    return splits_in_one_round(spec, half_filled(spec, configs))
 
 
 def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
     """The 16-bit configs to rank, swap-AB ones too."""
-    filled = half_filled(spec, configs)
     if spec.grouping in groups.ALONG_M:
-        return filled
+        return half_filled(spec, of_groups(spec, configs))
+    filled = half_filled(spec, configs)
     if spec.grouping == "batched" and spec.k <= SHORT_K:
         filled = short_batch(filled)
     swap_ab, k_major_a = has_swap_ab_tiles(spec), spec.a.major == "k"
@@ -64,6 +68,8 @@ def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig
     for c in filled:
         area, splits = c.block_m * c.block_n, c.cluster_k > 1
         if (area < SMALL_TILE or splits) and takes_too_many_rounds(spec, c):
+            continue
+        if c.parts and c.block_m < HIGH and (spec.k >= LONG_SUM or groups.parts(c, spec) < FEW_PARTS):
             continue
         if c.swap_ab:
             chosen = swap_ab
@@ -74,6 +80,22 @@ def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig
         if chosen:
             found.append(c)
     return found
+
+
+def of_groups(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
+    """The configs that products of groups choose from, whatever their sizes; these ship. Tiles of other widths than a
+    power of two are for the usual layouts of groups whose sizes are not counted. Narrow ones are for counted groups,
+    and wide ones of 16-bit operands for a D that TMA stores."""
+    counted = spec.grouping == "masked"
+    usual = not counted and spec.d.aligned and spec.b.major == "k"
+    wide = spec.d.aligned or BYTES[spec.a.dtype] == 1
+    return [
+        c
+        for c in configs
+        if (usual or c.block_n & (c.block_n - 1) == 0)
+        and (counted or c.block_n != NARROW)
+        and (wide or c.block_n <= WIDE)
+    ]
 
 
 def half_filled(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:

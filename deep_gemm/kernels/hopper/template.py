@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from ...arch import ArchSpec
 from ...jit.binary import PostPass
@@ -67,6 +68,13 @@ class HopperTemplate(Template):
         """Products for which there are swap-AB tiles of any height have speeds of their own: with those of FP8 the
         choices there are 1.5% worse."""
         return "of 16-bit tiles" if offered.has_swap_ab_tiles(spec) else ""
+
+    def shipped(
+        self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
+    ) -> Sequence[GemmConfig]:
+        if spec.grouping in groups.ALONG_M:
+            return offered.of_groups(spec, configs)
+        return super().shipped(spec, configs, serving)
 
     @abstractmethod
     def registers(self, config: GemmConfig) -> tuple[int, int]:
