@@ -84,6 +84,8 @@ struct B16Gemm {
   // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kLate };
   enum : bool { kIdles = Layout::kIdles };
+  enum : u32 { kInTurn = Tile::kInTurn };  // parts of K whose sums are added in order
+  static_assert(kInTurn == 1 || (kClusterK == 1 && Layout::kGrouping == kUngrouped));
   static_assert(!kStoresLate || (Tile::kBuffers == 1 && Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
@@ -137,7 +139,9 @@ struct B16Gemm {
     // A consumer without rows of the tile multiplies only its first block: ptxas serialises products that are in flight where branches
     // meet.
     const auto go_on = [&](auto times, const auto& beside) {
-      if constexpr (kIdles) {
+      if constexpr (kInTurn > 1) {
+        multiply_in_turn<decltype(times)::kValue>(mainloop, sum, count, beside);
+      } else if constexpr (kIdles) {
         const bool busy = tile.row + first_row < kernel.used(tile);
         mainloop.template resume<decltype(times)::kValue>(sum, busy ? count : 1, beside);
         if (!busy) mainloop.skip(count - 1);
@@ -189,6 +193,31 @@ struct B16Gemm {
         mainloop.start(sum);
       }
     }
+  }
+
+  // Multiplies the parts of K of a tile that was started. The sums of each part begin at zero.
+  template <u32 kTimes, class Beside>
+  static DG_DEVICE void multiply_in_turn(Mainloop& mainloop, Sums& sum, u32 blocks, const Beside& beside) {
+    Sums total;
+    u32 end = blocks / kInTurn;
+    mainloop.template resume<kTimes>(sum, end, beside);
+#pragma unroll
+    for (u32 part = 1; part < kInTurn; ++part) {
+      each_sum([&](u32 slice, u32 i) { total[slice][i] = part == 1 ? sum[slice][i] : __fadd_rn(total[slice][i], sum[slice][i]); });
+      const u32 next = blocks * (part + 1) / kInTurn;
+      mainloop.start(sum);
+      mainloop.template resume<0>(sum, next - end, Index<0>());
+      end = next;
+    }
+    each_sum([&](u32 slice, u32 i) { sum[slice][i] = __fadd_rn(total[slice][i], sum[slice][i]); });
+  }
+
+  template <class Use>
+  static DG_DEVICE void each_sum(const Use& use) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (u32 i = 0; i < Layout::kWidth / 2; ++i) use(slice, i);
   }
 
   // Adds C to the final sums that this consumer stores of the tile at (row, column), and applies the epilogue.

@@ -68,6 +68,9 @@ class HopperTemplate(Template):
         choices there are 1.5% worse."""
         return "of 16-bit tiles" if offered.has_swap_ab_tiles(spec) else ""
 
+    def parts_of_k(self, spec: GemmSpec) -> int:
+        return groups.parts_of_k(spec)
+
     @abstractmethod
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         """(producer, consumer) registers a thread, for setmaxnreg."""
@@ -97,6 +100,7 @@ class HopperTemplate(Template):
             "cluster_k": c.cluster_k,
             "num_partials": c.num_partials,
             "turns": turns(c),
+            "in_turn": c.in_turn,
             "persistent": c.persistent,
             "min_ctas": self.min_ctas(c),
             "scaling": _CONSTANTS.get(p.scaling, ""),
