@@ -187,7 +187,7 @@ class GemmFamily(KernelFamily):
             # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or c.ctas_per_sm == 1)
             and (not in_order or (c.cluster_k * c.in_turn == in_order and c.consumers_k == 1 and not c.parts))
-            and (c.in_turn == 1 or c.in_turn * c.block_k <= spec.k)
+            and (c.in_turn == 1 or 2 * c.in_turn * c.block_k <= spec.k)
             and alignment % c.block_m == 0
             and not (has_epilogue and not self.template.finishes(c))
             and fits(spec, c, adds_c, scaling)

@@ -34,7 +34,7 @@ struct Fp8Mainloop : PartSums<Shape::kSlices, Shape::kColumns / 2, (Shape::kInTu
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
   static_assert(!Shape::kFresh || kPartials == 1);
-  enum : u32 { kInTurn = Shape::kInTurn };  // each part has a block
+  enum : u32 { kInTurn = Shape::kInTurn };  // each part has two blocks or more
   static_assert(kInTurn == 1 || kPartials == 1);
 
   struct Block {
