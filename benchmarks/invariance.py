@@ -23,8 +23,8 @@ import deep_gemm
 from deep_gemm.bench import provenance
 from deep_gemm.testing import timing
 
-ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512)
-MATRICES = ((2112, 7168), (576, 7168), (7168, 2048), (4096, 7168), (1536, 5120))
+ROWS = (1, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096)
+MATRICES = ((576, 7168), (1536, 7168), (2112, 7168), (7168, 2048), (4096, 7168))
 """N x K."""
 PRENORM = tuple(itertools.product((1, 16, 64, 137, 512, 2048), (7168, 28672)))
 """M and K."""

@@ -193,8 +193,9 @@ def set_batch_invariant(enabled: bool) -> None:
     """Whether a row of a dense GEMM's result must have the same bits whatever M is and whichever rows are beside it;
     False at first.
 
-    While it is True, each product sums K in one order that does not depend on M: kernels that split K among CTAs or
-    warpgroups are not used, which costs speed where M is small. Repeating a call gives the same bits either way.
+    While it is True, each product sums K in one order that does not depend on M. If it has few columns, these are two
+    or four parts of K, which some SMs share or one SM computes in turn; otherwise K is not split, which costs speed
+    where M is small. Repeating a call gives the same bits either way.
 
     The switch is process-wide, and a call follows its position at the time of the call. Setting it takes a fraction of
     a microsecond and drops nothing: kernels and remembered calls of both positions are kept. A CUDA graph keeps the

@@ -38,6 +38,7 @@ class GemmConfig(Config):
     128 of K; 0 where sums stay in the tensor cores' accumulators. If not ``persistent``, there is one CTA per tile, and
     its staging area is in stages of the ring. ``buffers`` staging buffers for each consumer take a tile's parts; 0
     where the family decides. ``parts``: K is cut into as many parts as fill the GPU, each with a cluster for each tile.
+    ``in_turn``: a CTA sums K in so many parts, one after the other, and adds their sums in order, as split K does.
     """
 
     block_m: int
@@ -55,6 +56,7 @@ class GemmConfig(Config):
     persistent: bool = True
     buffers: int = 0
     parts: bool = False
+    in_turn: int = 1
 
     @property
     def tile(self) -> tuple[int, int]:

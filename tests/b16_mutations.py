@@ -10,6 +10,7 @@ from deep_gemm.params import KernelParams
 KERNELS: dict[str, KernelParams] = {
     "late": case(B16_GEMM, 128, 128), "float": case(B16_GEMM, 128, 128, output="f32", adds_c="threads"),
     "mn major": case(B16_GEMM, 128, 256, form="tn"), "split": case(B16_GEMM, 64, 64, (1, 1, 2)),
+    "in turn": case(B16_GEMM, 128, 128, (1, 1, 1), 1, False, 2),
     "direct": case(B16_GEMM, 64, 64, store="direct"), "transposed": case(B16_SWAP_AB, 136, 128),
     "swapped": case(B16_SWAPPED, 32), "swapped split": case(B16_SWAPPED, 16, 2, 2, output="f32"),
 }  # fmt: skip
@@ -25,6 +26,9 @@ MUTATIONS = [
     # Not transposed: products of 136 columns that overwrite sums in flight are an illegal instruction on an H100.
     Mutation("keep the last block of K alone", "b16_mainloop.cuh", "issue(sum, 1);", "issue(sum, opaque_zero);",
              tuple(kernel for kernel in KERNELS if kernel != "transposed")),
+    Mutation("leave out the last part of K", "b16_gemm.cuh",
+             "sum[slice][i] = __fadd_rn(total[slice][i], sum[slice][i]);", "sum[slice][i] = total[slice][i];",
+             ("in turn",)),
     Mutation("multiply the first quarter of a block four times", "warpgroup.cuh", "kStepKMajor = 32 / 16",
              "kStepKMajor = 0", ("late", "split", "swapped", "transposed")),
     Mutation("step past K in MN-major operands", "warpgroup.cuh", "kStepMnMajor = 16 * 128 / 16",

@@ -16,7 +16,8 @@ FAMILIES = (PLAIN, SWAPPED)
 def find_config(family: GemmFamily = PLAIN, **fields: int) -> GemmConfig:
     """The first legal config of ``family`` with these fields. Other fields default to those of a plain config: no
     cluster, no split of K, one CTA on an SM."""
-    alone = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1, "persistent": True}
+    alone = {"cluster_m": 1, "cluster_n": 1, "cluster_k": 1, "consumers_k": 1, "ctas_per_sm": 1, "in_turn": 1}
+    alone["persistent"] = True
     wanted = {**alone, **fields}
     for config in family.legal(SM90):
         if all(getattr(config, name) == value for name, value in wanted.items()):

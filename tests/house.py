@@ -199,7 +199,7 @@ TILE += ("ctas_per_sm",)
 
 def tuple_of(config: Any) -> tuple[Any, ...]:
     """A config's fields that differ from their defaults; a family without a field and one with its default agree."""
-    defaults = {"num_partials": 1, "buffers": 2, "consumers_k": 1, "parts": False}
+    defaults = {"num_partials": 1, "buffers": 2, "consumers_k": 1, "parts": False, "in_turn": 1}
     values = {name: getattr(config, name, default) or default for name, default in defaults.items()}
     values |= {name: getattr(config, name) for name in TILE}
     values["persistent"] = getattr(config, "persistent", True)

@@ -15,12 +15,13 @@ KERNELS: dict[str, KernelParams] = {
     "once": make_params(find_config(block_m=256, block_n=128, persistent=False)),
     "segments": make_params(find_config(block_m=64, block_n=112)),
     "split": make_params(find_config(block_m=128, block_n=64, cluster_k=2)),
+    "in turn": make_params(find_config(block_m=128, block_n=64, in_turn=2)),
     "direct": make_params(find_config(block_m=64, block_n=48), store="direct"),
     "swapped": make_params(find_config(SWAPPED, block_m=32)),
     "swapped split": make_params(find_config(SWAPPED, block_m=48, cluster_k=2, consumers_k=2)),
     "swapped direct": make_params(find_config(SWAPPED, block_m=16), store="direct"),
 }
-"""Every schedule of products and promotion, all ways to store D, split K."""
+"""Every schedule of products and promotion, all ways to store D, split K, parts of K in turn."""
 
 UNSWAPPED_KERNELS = ("ahead", "one by one", "segments", "split", "direct")
 STAGED = ("ahead", "one by one", "segments", "split")
@@ -111,8 +112,13 @@ MUTATIONS = [
              "const u32 row = lane % 8, unit = warp * 2 + lane / 8 % 2;",
              "const u32 row = lane % 8, unit = lane / 8 % 2;", SWAPPED_STAGED),
     Mutation("leave out one part in the split-K exchange", "split_k_exchange.cuh",
-             "for (u32 other = 0; other < kSplits - 1; ++other)", "for (u32 other = 1; other < kSplits - 1; ++other)",
+             "for (u32 split = 0; split < kSplits; ++split)", "for (u32 split = 1; split < kSplits; ++split)",
              ("split", "swapped split")),
+    Mutation("add a part of K to the parts before it twice", "fp8_mainloop.cuh",
+             "this->total[slice][i] + sum[slice][i];\n    clear(sum);",
+             "this->total[slice][i] + sum[slice][i];", ("in turn",)),
+    Mutation("leave out the parts of K before the last one", "fp8_mainloop.cuh",
+             "sum[kSlice][i] = this->total[kSlice][i] + sum[kSlice][i];", "sum[kSlice][i] += 0.0f;", ("in turn",)),
     Mutation("add what another thread was sent", "split_k_exchange.cuh",
              "const u32 mine = slots + consumer * kConsumerBytes + thread * 16;",
              "const u32 mine = slots + consumer * kConsumerBytes + (thread ^ 1) * 16;", ("split", "swapped split")),

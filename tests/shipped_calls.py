@@ -20,6 +20,7 @@ from deep_gemm import kernels, ops, select
 from deep_gemm.aot import cards, shipped
 from deep_gemm.arch import SM90
 from deep_gemm.errors import UnsupportedError
+from deep_gemm.kernels.groups import parts_of_k
 from deep_gemm.kernels.logits import DIMS, HEADS
 from deep_gemm.kernels.row_kernels import FUNCTIONS, GROUPS
 from deep_gemm.ops.table import BF16, FP8, FP16, K_BF16, K_FP8, K_PADDED, ROWWISE, SUM_BF16, WGRAD
@@ -83,6 +84,9 @@ LEFT: dict[str, Callable[[str, GemmSpec], bool]] = {
     "batches to float32": lambda op, x: x.grouping == "batched" and x.d.dtype == "f32",
     "the sum of a batch to float32 without c, to bfloat16 with c, or with c that is not d": lambda op,
     x: (op == SUM_BF16 and (x.d.dtype, x.accumulate) not in (("f32", "in place"), ("bf16", "none"))),
+    "products whose K has parts under batch invariance, but FP8 and BF16 to an aligned bfloat16 d in the layout nt":
+    lambda op, x: parts_of_k(x) > 1 and not (
+        op in (FP8, BF16) and x.d.aligned and (x.form, x.d.dtype, x.accumulate) == ("nt", "bf16", "none")),
     "d whose rows are not aligned, but of a layer": lambda op,
     x: not x.d.aligned and not of_a_layer(op, x),
 }  # fmt: skip

@@ -95,8 +95,7 @@ def kernels_of(
         for each in _launches(shape, spec, card, num_sms):
             if isinstance(each, GemmSpec):
                 first = known.get(replace(each, batch_invariant=False))
-                # If the best config of all is batch invariant, it is also the best of those.
-                if first is not None and kernels.gemm_family(first.kernel).fits(each, first.gemm):
+                if first is not None and _serves(first, each):
                     continue
             known[each] = _chosen(each, spec, rank)
         found |= dict.fromkeys(known.values())
@@ -105,6 +104,13 @@ def kernels_of(
         rank = functools.partial(tuner.rank, arch=spec, calibration=card.calibration, device=device)
         found |= dict.fromkeys(_chosen(each, spec, rank) for each in _launches(shape, spec, card, num_sms))
     return list(found)
+
+
+def _serves(params: KernelParams, spec: GemmSpec) -> bool:
+    """Whether the best kernel of all is also the best of those that are batch invariant: it is one of them, which are
+    others if K is summed in parts."""
+    family = kernels.gemm_family(params.kernel)
+    return family.template.parts_of_k(spec) == 1 and family.fits(spec, params.gemm)
 
 
 def _launches(shape: GemmShape, arch: archs.ArchSpec, card: Card, num_sms: int | None) -> Iterator[Spec]:

@@ -13,6 +13,7 @@ import itertools
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from deep_gemm.spec import GemmSpec, Major
 TOOLKIT = 12
 """The major version of the toolkit whose compiler is used: every driver that supports a newer one loads its cubins."""
 
-MOST_BYTES = 5_200_000
-"""The largest pack, so that the wheel, whose other files take 0.76 MB, has at most 6 MB."""
+MOST_BYTES = 5_280_000
+"""The largest pack, so that the wheel, whose other files take 0.76 MB, has about 6 MB."""
 
 MOST_ENTRIES = 512
 """Entries of the largest table of groups for which kernels ship: 256 groups whose rows have labels, 512 others. More
@@ -56,7 +57,7 @@ def kernels_of(arch: str = archs.DEFAULT.name) -> list[KernelParams]:
     spec = archs.get(arch)
     found: dict[KernelParams, None] = {}
     for op in (each for each in ops.table.PRODUCTS if each not in ops.ROWWISE_E5M2):
-        for asked in specs(op, spec):
+        for asked in (*specs(op, spec), *specs_in_parts(op, spec)):
             for family, config in ranked(asked, spec):
                 found[family.params(asked, config, spec)] = None
     for kernel in kernels.registry().values():
@@ -68,7 +69,7 @@ def ranked(asked: GemmSpec, arch: ArchSpec) -> list[tuple[GemmFamily, GemmConfig
     """The kernels that the selector may choose for sizes such as those of ``asked``; see `Template.shipped`."""
     found: list[tuple[GemmFamily, GemmConfig]] = []
     for family in kernels.for_spec(asked, arch):
-        configs: Sequence[GemmConfig] = family.fitting(asked, family.configs(arch))
+        configs: Sequence[GemmConfig] = family.fitting(asked, family.configs_for(asked, arch))
         found += [(family, config) for config in family.template.shipped(asked, configs, family.serving)]
     plain = {_place(config) for _, config in found if not config.swap_ab}
     return [(family, c) for family, c in found if not family.template.yields(c) or _place(c) not in plain]
@@ -95,6 +96,14 @@ def specs(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
         except UnsupportedError:
             continue
         yield asked
+
+
+def specs_in_parts(op: str, arch: ArchSpec) -> Iterator[GemmSpec]:
+    """The same under batch invariance for each number of parts of K, with the D of a layer; see `Template.parts_of_k`.
+    Other kernels for it ship, since they are in the serving set, or are left to the JIT."""
+    if op in (ops.table.FP8, ops.table.BF16):
+        for m, n in itertools.product((64, 256), (512, 2048)):
+            yield replace(ops.spec(m, n, 8192, arch.num_sms, op), batch_invariant=True)
 
 
 def write(

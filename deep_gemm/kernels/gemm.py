@@ -38,6 +38,7 @@ def _none(spec: GemmSpec) -> None:
 class GemmFamily(KernelFamily):
     """One family: its ``template``, and the ``serving`` set as arguments of `Template.make`.
 
+    ``in_parts`` are other rows for batch invariance, where K is summed in parts; see `Template.parts_of_k`.
     It is built for ``archs``. It takes operands of ``dtypes``, A and B of one unless it ``mixes`` them, in the
     ``forms`` and ``scalings``, writes D in ``outputs``, adds C in the ways ``accumulates``, and knows the
     ``groupings``. ``aligned_d``: only a D whose rows begin at multiples of 16 bytes. ``limit`` refuses more, in a
@@ -51,6 +52,7 @@ class GemmFamily(KernelFamily):
     serving: tuple[tuple[Any, ...], ...]
     dtypes: tuple[str, ...]
     outputs: tuple[str, ...]
+    in_parts: tuple[tuple[Any, ...], ...] = ()
     mixes: bool = False
     forms: tuple[str, ...] = ("nt",)
     scalings: tuple[str, ...] = ("none",)
@@ -139,9 +141,21 @@ class GemmFamily(KernelFamily):
         test shows that all is legal: checks would make a first call slower."""
         return (_configs_of if len(self.archs) == 1 else _legal_of)(self, self.serving, arch)
 
+    def configs_for(self, spec: GemmSpec, arch: ArchSpec) -> tuple[GemmConfig, ...]:
+        """The configs that ``spec`` chooses from: the serving set, or that for parts of K."""
+        return _configs_of(self, self.in_parts, arch) if self._in_parts(spec) else self.configs(arch)
+
+    @property
+    def _in_turn(self) -> tuple[tuple[Any, ...], ...]:
+        """Rows of ``in_parts`` that no other config has."""
+        return tuple(row for row in self.in_parts if self.config(*row).in_turn > 1)
+
+    def _in_parts(self, spec: GemmSpec) -> bool:
+        return spec.batch_invariant and self.template.parts_of_k(spec) > 1
+
     def legal(self, arch: ArchSpec) -> tuple[GemmConfig, ...]:
         """Every config that is legal on ``arch``, each once: for surveys and tuners."""
-        return _legal_of(self, tuple(self.template.tiles()), arch)
+        return _legal_of(self, (*self.template.tiles(), *self._in_turn), arch)
 
     def illegal(self, config: GemmConfig, arch: ArchSpec) -> str | None:
         """Why ``config`` cannot run on ``arch``, as a sentence, or None if it can."""
@@ -150,7 +164,7 @@ class GemmFamily(KernelFamily):
     def offered(self, spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
         """The configs that the model ranks for ``spec``, of ``configs``, which are of the serving set; see
         `Template.offered`."""
-        return self.template.offered(spec, configs, self.serving)
+        return self.template.offered(spec, configs, self.in_parts if self._in_parts(spec) else self.serving)
 
     def fits(self, spec: GemmSpec, config: GemmConfig) -> bool:
         """Whether the legal config ``config`` can run ``spec``, however slowly: it respects the caller's limits, sums K
@@ -163,6 +177,7 @@ class GemmFamily(KernelFamily):
         adds_c, scaling, fits = self.adds_c(spec), spec.scaling, self.template.fits
         alignment = spec.alignment if spec.grouping in ("contiguous", "psum") else 0
         has_epilogue = bool(spec.epilogue)
+        in_order = self.template.parts_of_k(spec) if spec.batch_invariant else 0
         return [
             c
             for c in configs
@@ -171,7 +186,8 @@ class GemmFamily(KernelFamily):
             and c.cluster_m * c.cluster_n * c.cluster_k <= spec.num_sms
             # On part of a GPU the hardware would spread CTAs that should share an SM over other SMs.
             and (spec.whole_gpu or c.ctas_per_sm == 1)
-            and not (spec.batch_invariant and (c.cluster_k * c.consumers_k > 1 or c.parts))
+            and (not in_order or (c.cluster_k * c.in_turn == in_order and c.consumers_k == 1 and not c.parts))
+            and (c.in_turn == 1 or 2 * c.in_turn * c.block_k <= spec.k)
             and alignment % c.block_m == 0
             and not (has_epilogue and not self.template.finishes(c))
             and fits(spec, c, adds_c, scaling)
@@ -190,6 +206,7 @@ class GemmFamily(KernelFamily):
         c = config
         text = f"{self.label}{c.block_m}x{c.block_n}x{c.block_k} s{c.num_stages} w{c.num_consumers}"
         text += f" c{c.cluster_m}x{c.cluster_n}x{c.cluster_k}"
+        text += f" t{c.in_turn}" if c.in_turn > 1 else ""
         return text + (f" r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "")
 
     def speeds(self, spec: GemmSpec) -> str:
@@ -248,10 +265,11 @@ class GemmFamily(KernelFamily):
         return replace(params, config=self.template.fitted(params, table, arch))
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
-        """The serving set, and `varied`."""
+        """The serving set, configs that sum parts of K in turn, and `varied`."""
         arch = arch or self.arch
         configs = self.configs(arch)
-        serving = [self.case(config, arch, **self.serving_options(config)) for config in configs]
+        turned = _configs_of(self, self._in_turn, arch)
+        serving = [self.case(config, arch, **self.serving_options(config)) for config in (*configs, *turned)]
         has_all = self.has_epilogues and not self.template.gated  # those of gates are in `varied`
         both = (Parts(bias="f32", activation="gelu"), epilogues.every(self.has_residuals)) if has_all else ()
         able = [config for config in configs if self.template.finishes(config)]

@@ -59,6 +59,12 @@ _MEETING_US = 1.2
 _MOST_PARTS = 255
 """Parts that are counted in a byte."""
 
+_COLUMNS_IN_PARTS, _LEAST_PART, _TILE_IN_PARTS = {1: (1152, 2304), 2: (1536, 2304)}, 512, 128
+"""See `parts_of_k`: by the bytes of an element, up to how many columns K has four parts, and two; elements of a part,
+at least; and a multiple of rows and columns of some tiles that have parts."""
+IN_TURN = (2, 4)
+"""Parts of K that a CTA may sum one after the other."""
+
 _AHEAD = 32768
 """Bytes of B that a CTA prefetches while sizes are read."""
 
@@ -232,6 +238,24 @@ def parts(config: GemmConfig, spec: GemmSpec) -> int:
     least = _LEAST_BLOCKS if config.swap_ab else 1
     room = int(PACKING[size] * spec.num_sms * config.ctas_per_sm / size) // _tiles(spec, config)
     return max(1, min(room, blocks // (size * least), _MOST_PARTS))
+
+
+def parts_of_k(spec: GemmSpec) -> int:
+    """Parts in which K of one product is summed under batch invariance: the sums of each begin at zero, and are added
+    in order. It depends on everything but M. It is 1 unless all kernels for the spec have configs with parts."""
+    if not spec.batch_invariant or spec.grouping != "none" or spec.epilogue.is_gated:
+        return 1
+    if spec.a.dtype == "e4m3":
+        split = spec.scaling == "1d2d" and spec.d.dtype == "bf16" and spec.accumulate == "none"
+    else:
+        split = spec.a.dtype in ("bf16", "f16")
+    if not split or any(_TILE_IN_PARTS % multiple for multiple in spec.block_multiple):
+        return 1
+    four, two = _COLUMNS_IN_PARTS[_BYTES[spec.a.dtype]]
+    found = 4 if spec.n <= four else 2 if spec.n <= two else 1
+    while found > 1 and spec.k < found * _LEAST_PART:
+        found //= 2
+    return found
 
 
 def memory_of_sums(spec: GemmSpec) -> int:

@@ -125,6 +125,10 @@ class Template(ABC):
         ones."""
         return ""
 
+    def parts_of_k(self, spec: GemmSpec) -> int:
+        """Parts in which K of ``spec`` is summed under batch invariance."""
+        return 1
+
     # ---- a binary
 
     @abstractmethod
@@ -188,6 +192,7 @@ def kernel_name(params: KernelParams, template: Template, prefix: str, tile_pref
         f"p{c.num_partials}" if template.names_partials else "",
         f"c{c.cluster_m}x{c.cluster_n}" if c.cluster_m * c.cluster_n > 1 else "",
         k if c.k_splits > 1 else "",
+        f"t{c.in_turn}" if c.in_turn > 1 else "",
         f"r{c.ctas_per_sm}" if c.ctas_per_sm > 1 else "",
         "" if c.persistent else "nonpersistent",
         "b1" if c.buffers == 1 else "",

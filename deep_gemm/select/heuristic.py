@@ -168,7 +168,7 @@ def select(spec: GemmSpec, arch: ArchSpec, calibration: Calibration | None = Non
 
 def candidates(spec: GemmSpec, arch: ArchSpec) -> list[GemmConfig]:
     """The configs of the serving set that can run ``spec``. Raises UnsupportedError if there is none."""
-    able = [(family, family.fitting(spec, family.configs(arch))) for family in kernels.for_spec(spec, arch)]
+    able = [(family, family.fitting(spec, family.configs_for(spec, arch))) for family in kernels.for_spec(spec, arch)]
     if not any(configs for _, configs in able):
         raise UnsupportedError(
             f"No tile has block_m and block_n that are multiples of {spec.block_multiple} and runs on {spec.num_sms} "

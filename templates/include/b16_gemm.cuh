@@ -84,6 +84,8 @@ struct B16Gemm {
   // buffer is then enough: a part has been stored before the next part is staged.
   enum : bool { kStoresLate = Tile::kTmaStore && Tile::kLate };
   enum : bool { kIdles = Layout::kIdles };
+  enum : u32 { kInTurn = Tile::kInTurn };  // parts of K whose sums are added in order
+  static_assert(kInTurn == 1 || (kClusterK == 1 && Layout::kGrouping == kUngrouped));
   static_assert(!kStoresLate || (Tile::kBuffers == 1 && Tile::kElement != kF32 && kClusterK == 1 && !Kernel::kByDepth));
 
   Kernel kernel;
@@ -139,7 +141,9 @@ struct B16Gemm {
     // wait forever: it for the other one's parts, and the other one for stages that it has not released.
     const auto go_on = [&](auto times, const auto& beside) {
       constexpr u32 kTimes = decltype(times)::kValue;
-      if constexpr (kIdles) {
+      if constexpr (kInTurn > 1) {
+        multiply_in_turn<kTimes>(mainloop, sum, count, beside);
+      } else if constexpr (kIdles) {
         constexpr u32 kLeast = kTimes > Layout::kStages ? kTimes : 1;
         const bool busy = tile.row + first_row < kernel.used(tile);
         const u32 multiplied = busy ? count : min_of(count, kLeast);
@@ -193,6 +197,31 @@ struct B16Gemm {
         mainloop.start(sum);
       }
     }
+  }
+
+  // Multiplies the parts of K of a tile that was started. The sums of each part begin at zero.
+  template <u32 kTimes, class Beside>
+  static DG_DEVICE void multiply_in_turn(Mainloop& mainloop, Sums& sum, u32 blocks, const Beside& beside) {
+    Sums total;
+    u32 end = blocks / kInTurn;
+    mainloop.template resume<kTimes>(sum, end, beside);
+#pragma unroll
+    for (u32 part = 1; part < kInTurn; ++part) {
+      each_sum([&](u32 slice, u32 i) { total[slice][i] = part == 1 ? sum[slice][i] : __fadd_rn(total[slice][i], sum[slice][i]); });
+      const u32 next = blocks * (part + 1) / kInTurn;
+      mainloop.start(sum);
+      mainloop.template resume<0>(sum, next - end, Index<0>());
+      end = next;
+    }
+    each_sum([&](u32 slice, u32 i) { sum[slice][i] = __fadd_rn(total[slice][i], sum[slice][i]); });
+  }
+
+  template <class Use>
+  static DG_DEVICE void each_sum(const Use& use) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (u32 i = 0; i < Layout::kWidth / 2; ++i) use(slice, i);
   }
 
   // Adds C to the final sums that this consumer stores of the tile at (row, column), and applies the epilogue.

@@ -63,7 +63,7 @@ struct Fp4Large {
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, 1>;
   using Scaling = RowTokensOnly<kSlices, kScaleBytes>;
   struct Shape {
-    enum : u32 { kStages = C::kStages, kConsumers = 2, kPartials = 1, kStep = 1, kTurns = 2 };
+    enum : u32 { kStages = C::kStages, kConsumers = 2, kPartials = 1, kStep = 1, kTurns = 2, kInTurn = 1 };
     enum : u32 { kRows = kT, kColumns = 128, kSlices = 2, kBytesLeft = kTokenBytes, kBytesRight = kWeightBytes };
     enum : bool { kPeeks = false, kFresh = true, kClears = false };
   };

@@ -85,11 +85,11 @@ struct Fp8Gemm {
   enum : bool { kStagesEarly = kStartsEarly && kTmaStore };
   // Whether a tile's first scales of B are loaded before the last block of the previous tile. Beside 192 accumulators there are no
   // registers for several rows of scales, except with one consumer: ptxas would place sums and partial sums in one bank.
-  enum : u32 { kAccumulators = kSlices * kBlockN / 2 + Tile::kPartials * Mma::kN / 2 };
+  enum : u32 { kAccumulators = kSlices * kBlockN / (Tile::kInTurn > 1 ? 1 : 2) + Tile::kPartials * Mma::kN / 2 };
   enum : bool { kScalesEarly = Columns::kScales == 1 || kConsumers == 1 || kAccumulators < 192 };
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = Tile::kPartials };
-    enum : u32 { kStep = 1, kTurns = Tile::kTurns };
+    enum : u32 { kStep = 1, kTurns = Tile::kTurns, kInTurn = Tile::kInTurn };
     enum : u32 { kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };

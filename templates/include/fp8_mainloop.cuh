@@ -5,6 +5,14 @@
 #include "tma.cuh"
 #include "warpgroup.cuh"
 
+// The sums of the parts of K that have ended, if there are several.
+template <u32 kSlices, u32 kCount, bool kAny>
+struct PartSums {};
+template <u32 kSlices, u32 kCount>
+struct PartSums<kSlices, kCount, true> {
+  float total[kSlices][kCount];
+};
+
 // The tensor cores must not wait for promotion. The number of sets of partial sums that fit in registers gives the schedule:
 //   1: promote a block, then issue the next one. The products of the other consumer hide the promotion of this one.
 //   2: always issue the next product before promoting the previous one. Three or four sets brought nothing.
@@ -12,10 +20,10 @@
 // same stages and the tensor cores alternate between them; then they promote at the same time and the tensor cores idle.
 //
 // Shape gives kStages; kConsumers; kStep (consumers that split K); kRows and kColumns (of the left and of the right operand's
-// tile); kSlices; kPartials (the sets); kTurns (consumers that take turns, or 1); kFresh (whether a tile's first block
+// tile); kSlices; kPartials (the sets); kTurns (consumers that take turns, or 1); kInTurn (parts of K whose sums are added in order); kFresh (whether a tile's first block
 // may overwrite the sums); kPeeks (whether the loop of two sets tests stages early). Scaling (see promotion.cuh) gives the scales.
 template <class Shape, class Mma, class Barriers, class Scaling>
-struct Fp8Mainloop {
+struct Fp8Mainloop : PartSums<Shape::kSlices, Shape::kColumns / 2, (Shape::kInTurn > 1)> {
   // Consumers that split K take stages in turn: each has every kStep-th.
   enum : u32 { kStep = Shape::kStep };
   enum : u32 { kSlices = Shape::kSlices, kColumns = Shape::kColumns, kBlockK = 128 };
@@ -26,6 +34,8 @@ struct Fp8Mainloop {
   static_assert(kParts * Mma::kN == kColumns);
   static_assert(kPartials == 1 || (kPartials == 2 && kUnits <= 2 && Shape::kTurns == 1));
   static_assert(!Shape::kFresh || kPartials == 1);
+  enum : u32 { kInTurn = Shape::kInTurn };  // each part has two blocks or more
+  static_assert(kInTurn == 1 || kPartials == 1);
 
   struct Block {
     u32 stage;
@@ -55,7 +65,6 @@ struct Fp8Mainloop {
   bool full = false;  // whether stage `at` is known to be full
   u32 opaque_zero;  // zero, which the compiler must not know
   float partial[kPartials][Mma::kN / 2];
-
   DG_DEVICE Fp8Mainloop(const Barriers& barriers, const Scaling& scaling, u32 left, u32 right, u32 consumer, u32 lane)
       : barriers(barriers), scaling(scaling), left(left), right(right), turns(consumer), lane(lane) {
     asm volatile("mov.u32 %0, 0;" : "=r"(opaque_zero));
@@ -160,15 +169,40 @@ struct Fp8Mainloop {
         clear(sum);
       }
     }
-    // Two nested loops: over pages of B's scales, and over the blocks of a page. One loop with a branch that is taken once in 32
-    // blocks cost 20 of 620 cycles a block in 128x128 tiles.
+    // Two nested loops: over pages of B's scales or parts of K, and over the blocks of one. One loop with a branch that is taken once
+    // in 32 blocks cost 20 of 620 cycles a block in 128x128 tiles.
+    u32 part = 1, end = kInTurn > 1 ? min_of(others, blocks / kInTurn) : others;
     while (place < others) {
       if (place > 0 && place % kPage == 0) scaling.weights.turn(place);
-      const u32 stop = opaque(min_of(others, place / kPage * kPage + kPage));  // in a register: not computed again for each block
+      const u32 stop = opaque(min_of(end, place / kPage * kPage + kPage));  // in a register: not computed again for each block
       for (; place < stop; ++place) each_block<false>(sum, block, place);
+      if constexpr (kInTurn > 1) {
+        if (place == end && place < others) {
+          end_part(sum, part++);
+          end = min_of(others, blocks * part / kInTurn);
+        }
+      }
     }
     look_ahead();
     each_unit<false, 0>(sum, block, nullptr, 0, finished);
+  }
+
+  // The sums of the `part`-th part of K are complete, and those of the next one begin. It is not the last one.
+  DG_DEVICE void end_part(Sums& sum, u32 part) {
+#pragma unroll
+    for (u32 slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (u32 i = 0; i < kColumns / 2; ++i)
+        this->total[slice][i] = part == 1 ? sum[slice][i] : this->total[slice][i] + sum[slice][i];
+    clear(sum);
+  }
+
+  // A unit's sums of the last part of K are complete.
+  template <u32 kUnit>
+  DG_DEVICE void add_total(Sums& sum) const {
+    constexpr u32 kSlice = kUnit / kParts, kColumn = kUnit % kParts * Mma::kN;
+#pragma unroll
+    for (u32 i = kColumn / 2; i < (kColumn + Mma::kN) / 2; ++i) sum[kSlice][i] = this->total[kSlice][i] + sum[kSlice][i];
   }
 
   // With kFresh this block overwrites the sums.
@@ -189,6 +223,9 @@ struct Fp8Mainloop {
     wgmma_wait<0>();
     if constexpr (kLast) release(block);
     promote_unit<kFresh, kUnit>(sum, partial[0], block);
+    if constexpr (kInTurn > 1) {
+      if (next == nullptr) add_total<kUnit>(sum);
+    }
     if constexpr (!kLast) {
       issue<kUnit + 1>(partial[0], block);
       finished(Index<kUnit>());

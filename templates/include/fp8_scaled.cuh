@@ -69,7 +69,7 @@ struct Fp8Scaled {
   enum : u32 { kConsumers = Layout::kConsumers, kScaling = Layout::kScaling, kBoxColumns = Store::kBoxColumns };
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = Tile::kPartials };
-    enum : u32 { kStep = 1, kTurns = Tile::kTurns, kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
+    enum : u32 { kStep = 1, kTurns = Tile::kTurns, kInTurn = 1, kRows = kBlockM, kColumns = kBlockN, kSlices = Layout::kSlices };
     // See Fp8Gemm.
     enum : bool { kPeeks = Tile::kPartials == 2 && kBlockM * kBlockN < 128 * 128 };
     enum : bool { kFresh = Tile::kPartials == 1 && kConsumers > 1 };

@@ -58,7 +58,7 @@ struct Fp8ScaledSwapped {
   enum : u32 { kScaling = Layout::kScaling };
   struct Shape {
     enum : u32 { kStages = Layout::kStages, kConsumers = Layout::kConsumers, kPartials = 2 };
-    enum : u32 { kStep = kConsumers, kTurns = 1, kRows = 64, kColumns = kBlockM, kSlices = 1 };
+    enum : u32 { kStep = kConsumers, kTurns = 1, kInTurn = 1, kRows = 64, kColumns = kBlockM, kSlices = 1 };
     enum : bool { kFresh = false, kPeeks = false };
   };
   using Weights = BlockScales<1, typename Layout::Order>;

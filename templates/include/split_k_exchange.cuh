@@ -1,5 +1,5 @@
 // The split-K exchange. Each consumer of one CTA, or of a cluster of CTAs along K, has the sums over its part of a tile's K. The
-// exchange adds them in a fixed order, so that results repeat bitwise.
+// exchange adds them in the order of the splits, so that results repeat bitwise, and do not depend on the tile.
 #pragma once
 #include "barrier.cuh"
 
@@ -74,10 +74,7 @@ struct SplitKExchange {
         if (chunk / kOwned == split) {
 #pragma unroll
           for (u32 slice = 0; slice < kSlices; ++slice) {
-#pragma unroll
-            for (u32 other = 0; other < kSplits - 1; ++other)
-              add_shared(mine + other * kSlotBytes + (chunk % kOwned * kSlices + slice) * kPieceBytes,
-                         &sum[slice][chunk * 4]);
+            add_in_order(chunk / kOwned, mine + (chunk % kOwned * kSlices + slice) * kPieceBytes, &sum[slice][chunk * 4]);
           }
         }
       }
@@ -97,6 +94,24 @@ struct SplitKExchange {
   }
 
  private:
+  // Adds the pieces of all splits in their order, whichever owns them: `owner`, which is known at compile time. It has its own piece in
+  // `sum`, and those of the others in slots. If it is the second one, its piece may come first.
+  static DG_DEVICE void add_in_order(u32 owner, u32 slots, float* sum) {
+    const bool late = owner > 1;
+    const float own[4] = {sum[0], sum[1], sum[2], sum[3]};
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) sum[i] = late ? -0.0f : own[i];  // adding -0 changes nothing
+#pragma unroll
+    for (u32 split = 0; split < kSplits; ++split) {
+      if (split != owner) {
+        add_shared(slots + (split < owner ? split : split - 1) * kSlotBytes, sum);
+      } else if (late) {
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) sum[i] += own[i];
+      }
+    }
+  }
+
   static DG_DEVICE void store(u32 address, const float* v, u32 barrier) {
     if constexpr (kLocal) {
       asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"

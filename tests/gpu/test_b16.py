@@ -188,7 +188,7 @@ def splits(total: int, seed: int) -> list[slice]:
     return found
 
 
-@pytest.mark.parametrize(("n", "k"), [(576, 7168), (2112, 1024)])
+@pytest.mark.parametrize(("n", "k"), [(576, 7168), (2112, 1024), (1096, 2064), (2816, 640)])
 @pytest.mark.parametrize("kind", ["fp8", "bf16"])
 def test_a_row_has_the_same_bits_whatever_is_beside_it(kind: str, n: int, k: int) -> None:
     """The switch is set around each call, as SGLang does."""

@@ -63,6 +63,8 @@ USUAL, DIRECT = ([make_params(config, store) for config in LEGAL] for store in (
 def shapes_of(params: KernelParams) -> list[Shape]:
     """The shapes that a config must compute: a thousand checks in all."""
     direct = params.store == "direct"
+    if params.gemm.in_turn > 1:  # each part has two blocks or more
+        return [(100, 333, 1040, ALL_SMS)] if direct else [*OTHER_SHAPES, (100, 2112, 1024, ALL_SMS)]
     if params.config not in SERVING:
         return DIRECT_SHAPES[:1] if direct else OTHER_SHAPES
     if params.gemm.swap_ab:

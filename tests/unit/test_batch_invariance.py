@@ -1,7 +1,9 @@
 """The switch for batch invariance: its two pairs of names, its effect, and that setting it drops no call."""
 
 import itertools
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from gpu_fakes import FakeGpu
 import deep_gemm
 from deep_gemm import InvalidInputError, kernels, ops, options, select
 from deep_gemm.arch import SM90
+from deep_gemm.errors import UnsupportedError
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.prenorm import HcPrenormGemm
 from deep_gemm.runtime import engine
@@ -45,16 +48,64 @@ def test_only_a_bool_is_taken(write: Any, value: Any) -> None:
     assert deep_gemm.get_batch_invariant() is False
 
 
-def test_no_kernel_splits_k_while_it_is_on() -> None:
-    """For any M. With the switch off, small products do split K."""
-    split = {}
-    for value in (False, True):
+PARTS = {
+    ("fp8_gemm_nt", 576): 4,
+    ("fp8_gemm_nt", 1536): 2,
+    ("fp8_gemm_nt", 2112): 2,
+    ("fp8_gemm_nt", 4096): 1,
+    ("bf16_gemm_nt", 576): 4,
+    ("bf16_gemm_nt", 1536): 4,
+    ("bf16_gemm_nt", 2112): 2,
+    ("bf16_gemm_nt", 4096): 1,
+}
+"""Parts of a K of 7168 by the operation and N."""
+
+
+@pytest.mark.parametrize(("op", "n"), PARTS)
+def test_all_kernels_sum_k_in_as_many_parts_while_it_is_on(op: str, n: int) -> None:
+    """For any M. With the switch off, how many there are depends on M."""
+    split: dict[bool, set[int]] = {False: set(), True: set()}
+    for value, m in itertools.product(split, (1, 16, 24, 33, 64, 65, 200, 1000, 4096, 16384)):
         deep_gemm.set_batch_invariant(value)
-        specs = [ops.spec(m, n, k, 132) for m in (1, 16, 64, 200, 4096) for n, k in ((576, 7168), (7168, 2048))]
-        assert {spec.batch_invariant for spec in specs} == {value}
-        split[value] = {choice.config.k_splits for spec in specs for choice in select.rank(spec, SM90)}
-    assert split[True] == {1}
-    assert max(split[False]) > 1
+        spec = ops.spec(m, n, 7168, 132, op)
+        assert spec.batch_invariant is value
+        configs = [choice.config for choice in select.rank(spec, SM90)]
+        split[value] |= {config.k_splits * config.in_turn for config in configs}
+        assert not value or {config.consumers_k for config in configs} == {1}
+        assert value or {config.in_turn for config in configs} == {1}
+    assert split[True] == {PARTS[op, n]}
+    assert len(split[False]) > 1
+
+
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp16"])
+def test_parts_are_known_without_m(kind: str) -> None:
+    """They depend on nothing that a kernel for few rows has and one for many rows has not."""
+    deep_gemm.set_batch_invariant(True)
+    output, other = ("f32", "bf16") if kind == "fp8" else ("f16" if kind == "fp16" else "bf16", "f32")
+    draw = random.Random(kind)
+    for _ in range(60):
+        n, k = 8 * draw.randint(1, 400), 16 * draw.randint(1, 400)
+        use = {
+            "output": draw.choice((output, other)),
+            "accumulate": draw.choice(("none", "in place", "from c")),
+            "aligned": draw.random() < 0.7,
+            "majors": draw.choice([("k", "k"), ("mn", "k"), ("k", "mn")]) if kind != "fp8" else ("k", "k"),
+        }
+        if kind == "fp8" and use["output"] == "bf16":
+            use["accumulate"] = "none"
+        sms, multiple = draw.choice((1, 2, 3, 4, 66, 132)), draw.choice(((1, 1), (64, 64), (128, 128), (1, 256)))
+        found = set()
+        for m in (1, 20, 64, 100, 1000, 5000):
+            spec = ops.spec(m, n, k, sms, f"{kind}_gemm_nt", whole_gpu=sms == 132, **use)
+            spec = replace(spec, block_multiple=multiple)
+            try:
+                configs = select.legal(spec, SM90)
+                chosen = select.select(spec, SM90).config
+            except UnsupportedError:
+                continue
+            assert chosen in configs or chosen.in_turn > 1
+            found |= {config.k_splits * config.in_turn for config in (*configs, chosen)}
+        assert len(found) <= 1, (n, k, use)
 
 
 def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on(

@@ -304,17 +304,19 @@ def test_kernels_of_both_launches_are_compiled_ahead(gpu: FakeGpu, op: str, monk
     assert {FEW_ROWS, SOME_ROWS} <= kinds
 
 
-def test_both_ways_have_one_order_of_sums_under_batch_invariance() -> None:
-    """Whatever M is, K is not split; without the switch it is."""
+@pytest.mark.parametrize(("op", "parts"), [(FP8, 1), (BF16, 4)])
+def test_both_ways_have_one_order_of_sums_under_batch_invariance(op: str, parts: int) -> None:
+    """Whatever M is, K has as many parts; without the switch it has not."""
     split: dict[bool, set[int]] = {True: set(), False: set()}
     for value, m in itertools.product(split, representatives(256)):
-        asked = replace(spec(m, 512, "fp8"), batch_invariant=value)
+        asked = replace(spec(m, 512, "fp8", op=op), batch_invariant=value)
         for each in casts.all_launches(asked, SM90, calibration.default()):
             if isinstance(each, GemmSpec):
                 assert each.batch_invariant is value
-                split[value].add(select.select(each, SM90).config.k_splits)
-    assert split[True] == {1}
-    assert max(split[False]) > 1
+                config = select.select(each, SM90).config
+                split[value].add(config.k_splits * config.in_turn)
+    assert split[True] == {parts}
+    assert len(split[False]) > 1
 
 
 def test_the_least_m_of_a_choice() -> None:

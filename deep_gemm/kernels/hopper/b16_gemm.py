@@ -13,7 +13,7 @@ from ...params import GemmConfig, KernelParams
 from ...spec import SCALE_BLOCK, GemmSpec, ceil_div
 from ..features import Costs
 from ..gemm_features import PACKING
-from ..groups import LEAST_SEGMENTS, MOST_SUMS, memory_of_sums, parts, table_bytes
+from ..groups import IN_TURN, LEAST_SEGMENTS, MOST_SUMS, memory_of_sums, parts, table_bytes
 from ..template import BYTES
 from . import offered
 from .loads import left
@@ -65,6 +65,7 @@ class B16Gemm(HopperTemplate):
         "cluster_m",
         "cluster_n",
         "cluster_k",
+        "in_turn",
         "min_ctas",
         "element",
         "accumulate",
@@ -97,6 +98,7 @@ class B16Gemm(HopperTemplate):
         cluster: tuple[int, int, int] = (1, 1, 1),
         ctas_per_sm: int = 1,
         parts: bool = False,
+        in_turn: int = 1,
         arch: ArchSpec = SM90,
     ) -> GemmConfig:
         """A config with as many stages as fit beside the staging buffers."""
@@ -112,6 +114,7 @@ class B16Gemm(HopperTemplate):
             ctas_per_sm=ctas_per_sm,
             swap_ab=self.swap_ab,
             parts=parts,
+            in_turn=in_turn,
         )
         config = self._with_stages(config, self._bytes(config, not parts, "bf16"), arch)
         if self.groups == "k":  # float32 output, and the smallest table
@@ -134,6 +137,8 @@ class B16Gemm(HopperTemplate):
         step = 8 if self.swap_ab else 16
         if self.groups == "batch" and c.cluster_k > 1:
             return ONE_ORDER
+        if c.in_turn > 1 and (self.groups or self.swap_ab or self.gated or c.cluster_k > 1 or c.in_turn not in IN_TURN):
+            return f"it does not sum K in {c.in_turn} parts, one after the other"
         if self.groups in ("m", "k") and (c.cluster_size > 1 or c.ctas_per_sm > 1):
             return "it runs one CTA on an SM, without clusters"  # CTAs of a cluster would have to stay in one group
         if self.groups == "k" and c.block_n % 64:
@@ -160,7 +165,7 @@ class B16Gemm(HopperTemplate):
             return "with small tiles, waiting for the cluster costs more time than sharing loads saves"
         if c.block_m % (8 * c.cluster_n) or c.block_n % (8 * c.cluster_m):
             return "a CTA of a cluster loads whole atoms of the swizzle, which have eight rows"
-        needed, has = sums(c) + _OTHER_REGISTERS, REGISTERS[c.num_consumers][1]
+        needed, has = sums(c) * (2 if c.in_turn > 1 else 1) + _OTHER_REGISTERS, REGISTERS[c.num_consumers][1]
         if needed > has:
             return f"{needed} registers a thread are more than {has}"
         if c.num_consumers == 3 and sums(c) > _MOST_SUMS:
@@ -203,7 +208,9 @@ class B16Gemm(HopperTemplate):
         return memory_of_sums(spec) if self.groups == "sum" else 0
 
     def finishes(self, config: GemmConfig) -> bool:
-        """Swap-AB tiles have more sums than others."""
+        """Swap-AB tiles have more sums than others, and so have wide ones with parts of K in turn."""
+        if config.in_turn > 1:
+            return 2 * sums(config) + 2 * _OTHER_REGISTERS <= REGISTERS[config.num_consumers][1]
         registers = sums(config) + _EPILOGUE_REGISTERS
         return not config.swap_ab or registers <= REGISTERS[config.num_consumers][1]
 
@@ -302,5 +309,5 @@ def _stage_bytes(config: GemmConfig) -> int:
 def _stores_late(config: GemmConfig, output: str) -> bool:
     """Whether tiles are staged while the next tile's products run: that needs 16-bit elements, no split K, and enough
     registers."""
-    registers = sums(config) * 3 // 2 + _OTHER_REGISTERS
+    registers = sums(config) * (5 if config.in_turn > 1 else 3) // 2 + _OTHER_REGISTERS
     return output != "f32" and config.cluster_k == 1 and registers <= REGISTERS[config.num_consumers][1]

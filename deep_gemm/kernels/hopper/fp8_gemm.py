@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from ...arch import SM90, ArchSpec
 from ...params import GemmConfig, KernelParams
 from ...spec import GemmSpec, align
+from .. import groups
 from ..features import Costs
 from . import offered
 from .edges import EdgeBoxes
@@ -45,6 +46,7 @@ class Fp8Gemm(EdgeBoxes):
         "cluster_k",
         "num_partials",
         "turns",
+        "in_turn",
         "persistent",
         "min_ctas",
         "scaling",
@@ -64,6 +66,7 @@ class Fp8Gemm(EdgeBoxes):
         cluster: tuple[int, int, int] = (1, 1, 1),
         ctas_per_sm: int = 1,
         persistent: bool = True,
+        in_turn: int = 1,
         arch: ArchSpec = SM90,
     ) -> GemmConfig:
         """A config with two sets of partial sums if they fit in registers with instructions of the tile's width. Two
@@ -79,9 +82,10 @@ class Fp8Gemm(EdgeBoxes):
             *cluster,
             ctas_per_sm=ctas_per_sm,
             persistent=persistent,
-            num_partials=2,
+            num_partials=1 if in_turn > 1 else 2,
+            in_turn=in_turn,
         )
-        partials = 2 if slices(config) <= 2 and mma_n(config) == block_n else 1
+        partials = 2 if in_turn == 1 and slices(config) <= 2 and mma_n(config) == block_n else 1
         rest, stage = _fixed_bytes(config, tma_store=True), _stage_bytes(config)
         return config.changed(stages_that_fit(arch, config, rest, stage), partials)
 
@@ -94,6 +98,8 @@ class Fp8Gemm(EdgeBoxes):
         c = config
         if self.by_rows and c.cluster_k > 1:
             return f"K cannot be split over {c.cluster_k} CTAs"  # the epilogue multiplies whole sums
+        if c.in_turn > 1 and (self.by_rows or c.cluster_k > 1 or c.num_partials > 1 or c.in_turn not in groups.IN_TURN):
+            return f"it does not sum K in {c.in_turn} parts, one after the other"
         if c.block_k != self.block_k:
             return f"block_k must be {self.block_k}, not {c.block_k}"
         if (c.block_m, c.block_n) == (64, 256):
@@ -201,12 +207,15 @@ def _needed(config: GemmConfig, columns: int) -> int:
     others += (config.block_n.bit_count() - 1) * _OTHER_REGISTERS_PER_SEGMENT
     if columns < config.block_n:
         others += _OTHER_REGISTERS_OF_PARTS
-    return rows * config.block_n // 2 + config.num_partials * columns // 2 + others
+    sets = 2 if config.in_turn > 1 else 1
+    return sets * rows * config.block_n // 2 + config.num_partials * columns // 2 + others
 
 
 def accumulators(config: GemmConfig, columns: int) -> int:
-    """Registers of a consumer thread for sums and partial sums, with instructions of ``columns`` columns."""
-    return slices(config) * config.block_n // 2 + config.num_partials * columns // 2
+    """Registers of a consumer thread for sums, those of all parts of K too, and partial sums, with instructions of
+    ``columns`` columns."""
+    sets = 2 if config.in_turn > 1 else 1
+    return sets * slices(config) * config.block_n // 2 + config.num_partials * columns // 2
 
 
 def register_split(config: GemmConfig) -> tuple[int, int]:

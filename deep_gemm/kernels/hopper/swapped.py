@@ -115,7 +115,10 @@ class Swapped(HopperTemplate):
     def offered(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> list[GemmConfig]:
-        return offered.of_few_rows(spec, configs, tuple(sorted({row[0] for row in serving})))
+        sizes = {row[0] for row in serving}
+        if spec.batch_invariant and configs and self.parts_of_k(spec) > 1:  # heights differ with the number of parts
+            sizes = {c.block_m for c in configs}
+        return offered.of_few_rows(spec, configs, tuple(sorted(sizes)))
 
     def shipped(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]

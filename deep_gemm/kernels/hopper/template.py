@@ -76,6 +76,9 @@ class HopperTemplate(Template):
             return offered.of_groups(spec, configs)
         return super().shipped(spec, configs, serving)
 
+    def parts_of_k(self, spec: GemmSpec) -> int:
+        return groups.parts_of_k(spec)
+
     @abstractmethod
     def registers(self, config: GemmConfig) -> tuple[int, int]:
         """(producer, consumer) registers a thread, for setmaxnreg."""
@@ -105,6 +108,7 @@ class HopperTemplate(Template):
             "cluster_k": c.cluster_k,
             "num_partials": c.num_partials,
             "turns": turns(c),
+            "in_turn": c.in_turn,
             "persistent": c.persistent,
             "min_ctas": self.min_ctas(c),
             "scaling": _CONSTANTS.get(p.scaling, ""),
