@@ -69,6 +69,8 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    from deep_gemm.settings import settings
+
     torch.set_num_threads(1)
     limit = timedelta(seconds=GROUP_SECONDS)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
@@ -79,7 +81,8 @@ def _serve(
     if late:
         _delay(device)
     try:
-        pipe.send((False, job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments)))
+        with settings.override(use_nvrtc=device == "cuda" or settings.use_nvrtc):  # which compiles sooner
+            pipe.send((False, job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments)))
     except BaseException:
         pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
     finally:

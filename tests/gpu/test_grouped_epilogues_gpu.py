@@ -63,7 +63,7 @@ CASES = (
         FP8_GROUPED.case(config, grouping=form, output="e4m3", epilogue=text)
         for config in FP8_GROUPED.configs(SM90)
         for form, text in zip(FORMS, ("fp8", "rows+bias:f32+gelu+fp8", "alpha+bias:bf16+silu+fp8:ue8m0"), strict=True)
-        if config.block_n >= SCALE_BLOCK
+        if config.block_n in (SCALE_BLOCK, 2 * SCALE_BLOCK)
     ]
 )
 Binaries = dict[KernelParams, Future[Binary]]
