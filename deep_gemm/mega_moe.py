@@ -1,6 +1,5 @@
 """DeepGEMM's fused mixture-of-experts layer for Hopper: its names, buffers and semantics, by the launches of
-`deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them.
-"""
+`deep_gemm.fp8_moe`, and for several ranks by those of `ops.moe_ranks` beside them."""
 
 from __future__ import annotations
 

@@ -347,10 +347,10 @@ def _empty(
         checks.check_tensor("rows", index, (1,))
         rows = index.shape[0]
     if groups:
-        shape, of_scales = (rows, columns), ops.scales_shape(rows, columns, blocks)
-        at = -1 if transposed else 1
-        values = torch.empty((*groups, *shape[::at]), dtype=torch.float8_e4m3fn, device=x.device)
-        return values, torch.empty((*groups, *of_scales[::at]), dtype=torch.float32, device=x.device)
+        height, width = (columns, rows) if transposed else (rows, columns)
+        of_scales = ops.scales_shape(rows, columns, blocks, transposed)
+        values = torch.empty((*groups, height, width), dtype=torch.float8_e4m3fn, device=x.device)
+        return values, torch.empty((*groups, *of_scales), dtype=torch.float32, device=x.device)
     return ops.empty_output(rows, columns // 2 if gated else columns, blocks, x.device, transposed, row_major)
 
 

@@ -136,8 +136,3 @@ def transposed(w: Tensor, scales: Tensor | None) -> Quantized:
     if isinstance(w, Gathered):
         return w.transposed()
     return quantize.blocks_transposed(w)
-
-
-def weights(w: Tensor) -> tuple[Quantized, Quantized]:
-    """Weights (out, in), or (experts, out, in), and their transpose in E4M3, with scales of 128 x 128."""
-    return quantize.blocks_and_transpose(w)

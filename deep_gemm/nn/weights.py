@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from deep_gemm import quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.nn import casts, stored
 from deep_gemm.nn.casts import WeightGradient
@@ -177,7 +178,7 @@ class FP8Weights(Divisible):
         elif weight.dim() == 2:
             return weight, None, None, None, None
         else:
-            plain, turned = casts.weights(weight.detach())
+            plain, turned = quantize.blocks_and_transpose(weight.detach())
         return weight, *plain, *turned
 
     def _keeps(self) -> bool:
@@ -191,7 +192,7 @@ class FP8Weights(Divisible):
         key = held._version, _steps(), weight.data_ptr(), weight.dtype
         if self._cast is None or self._cast[0]() is not held or self._cast[1] != key:
             with torch.inference_mode(False):  # it may be saved for a backward pass later
-                self._cast = weakref.ref(held), key, casts.weights(casts.row_major(weight, "weight"))
+                self._cast = weakref.ref(held), key, quantize.blocks_and_transpose(casts.row_major(weight, "weight"))
         return self._cast[2]
 
     def main_grad(self) -> Tensor | None:

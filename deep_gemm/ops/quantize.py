@@ -156,8 +156,8 @@ class Quantize(KernelOperation):
                     raise InvalidInputError(
                         f"{name} must be contiguous for several matrices, but they have the strides {tensor.stride()}."
                     )
-                flat = tensor.flatten(0, -2)
-                checks.check_written(name, flat, others, has_columns=name.startswith("the scales") and flat is tensor)
+                rows = tensor.flatten(0, -2)
+                checks.check_written(name, rows, others, has_columns=name.startswith("the scales"))
 
     def launches(self, x: QuantizeOperands, device: int) -> LaunchSequence:
         """One launch."""
@@ -177,15 +177,15 @@ class Quantize(KernelOperation):
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
                 if blocks == "none":
                     continue
-                targets = x.tensors[f"{prefix}values"].view(torch.uint8), x.tensors[f"{prefix}scales"]
-                several = source.dim() > 2
-                for matrix, *out in zip(*(each if several else (each,) for each in (source, *targets)), strict=True):
+                out = x.tensors[f"{prefix}values"].view(torch.uint8), x.tensors[f"{prefix}scales"]
+                matrices = (each if each.dim() > 2 else each[None] for each in (source, *out))
+                for matrix, out_values, out_scales in zip(*matrices, strict=True):
                     values, scales = cast_blocks(matrix, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
                     if "factors" in x.tensors:
                         scales = scales * x.tensors["factors"][:, None]
                     found = (values.t(), scales.t()) if prefix else (values, scales)
-                    out[0].copy_(found[0].view(torch.uint8))
-                    out[1].copy_(found[1])
+                    out_values.copy_(found[0].view(torch.uint8))
+                    out_scales.copy_(found[1])
 
 
 def rows_in_memory(x: Tensor) -> Tensor:

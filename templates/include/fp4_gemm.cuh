@@ -93,12 +93,7 @@ struct Fp4Gemm {
     const u32 warp = threadIdx.x / 32;
     if (warp == kN * 4) {
       if (elect_one()) {
-        tma_prefetch_map(arg.map_a);
-        if constexpr (C::kFp8) tma_prefetch_map(arg.map_sfa);
-        for (u32 stage = 0; stage < kStages; ++stage) {
-          barrier_init(full(stage), 1);
-          barrier_init(empty(stage), kN * 4);
-        }
+        Products::template open<kStages>(arg, full(0), kN * 4);
         barrier_init_fence();
         if (arg.early > 0) prefetch_ahead();
       }

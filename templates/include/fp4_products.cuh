@@ -22,6 +22,17 @@ struct Fp4Products {
   enum : u32 { kTogether = C::kAbsolute ? 1 : 2, kRegisters = kTogether * Weights::kRegisters };
   using Sums = float[kT / 2];
 
+  // Prefetches the maps, and initialises a ring's barriers: a full one and an empty one for each stage. One thread.
+  template <u32 kStages, class Arguments>
+  static DG_DEVICE void open(const Arguments& arg, u32 barriers, u32 consumers) {
+    tma_prefetch_map(arg.map_a);
+    if constexpr (C::kFp8) tma_prefetch_map(arg.map_sfa);
+    for (u32 stage = 0; stage < kStages; ++stage) {
+      barrier_init(barriers + stage * 16, 1);
+      barrier_init(barriers + stage * 16 + 8, consumers);
+    }
+  }
+
   static DG_DEVICE void clear(Sums& sum) {
 #pragma unroll
     for (u32 i = 0; i < kT / 2; ++i) sum[i] = 0;

@@ -34,12 +34,7 @@ struct Fp4Split {
     exchange.barriers = shared + kOffsetBarriers + kStages * 16;
     if (warp == kConsumers * 4) {
       if (elect_one()) {
-        tma_prefetch_map(arg.map_a);
-        if constexpr (C::kFp8) tma_prefetch_map(arg.map_sfa);
-        for (u32 stage = 0; stage < kStages; ++stage) {
-          barrier_init(full(stage), 1);
-          barrier_init(empty(stage), 4);
-        }
+        Products::template open<kStages>(arg, full(0), 4);
         exchange.init(rank);
         barrier_init_fence();
       }

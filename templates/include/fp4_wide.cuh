@@ -34,12 +34,7 @@ struct Fp4Wide {
     const u32 warp = threadIdx.x / 32, table = shared + kOffsetTable;
     if (warp == kConsumers * 4) {
       if (elect_one()) {
-        tma_prefetch_map(arg.map_a);
-        if constexpr (C::kFp8) tma_prefetch_map(arg.map_sfa);
-        for (u32 stage = 0; stage < kStages; ++stage) {
-          barrier_init(full(stage), 1);
-          barrier_init(empty(stage), kConsumers * 4);
-        }
+        Products::template open<kStages>(arg, full(0), kConsumers * 4);
         barrier_init_fence();
       }
       __syncwarp();

@@ -13,8 +13,8 @@ from nn_cases import IN, OPTIONS, OUT, check, exact, layer, matrix, of_separate_
 from torch import Tensor
 
 import deep_gemm
-from deep_gemm import InvalidInputError, UnsupportedError, settings
-from deep_gemm.nn import FP8Linear, casts
+from deep_gemm import InvalidInputError, UnsupportedError, quantize, settings
+from deep_gemm.nn import FP8Linear
 from deep_gemm.ops import linear
 from deep_gemm.runtime import measuring, weight_promises
 from deep_gemm.tensors import DTENSOR
@@ -26,8 +26,8 @@ def seeded() -> None:
 
 
 def test_a_kept_cast_is_renewed_when_the_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, seen, cast = layer("kept casts"), [], casts.weights
-    monkeypatch.setattr(casts, "weights", lambda w: (seen.append(1), cast(w))[1])
+    made, seen, cast = layer("kept casts"), [], quantize.blocks_and_transpose
+    monkeypatch.setattr(quantize, "blocks_and_transpose", lambda w: (seen.append(1), cast(w))[1])
     x, dy = matrix(48, IN), matrix(48, OUT)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.5)
     for count, change in enumerate((optimizer.step, lambda: made.load_state_dict({**made.state_dict()}), made.half), 1):

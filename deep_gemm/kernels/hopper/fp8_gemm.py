@@ -154,6 +154,8 @@ class Fp8Gemm(EdgeBoxes):
     def offered(
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> list[GemmConfig]:
+        if spec.m <= offered.FEW_IN_PARTS and groups.parts_of_k(spec) > 1:
+            return []
         return offered.splits_in_one_round(spec, configs)
 
     def has_map_d(self, params: KernelParams) -> bool:

@@ -18,7 +18,8 @@ MOST_TOKENS = 64
 """16-bit tiles for few rows of A are offered up to this M. Above, swap-AB tiles of any height are."""
 
 FEW_IN_PARTS = 32
-"""Up to this M see `splits_in_one_round`."""
+"""Up to this M FP8 has swapped tiles only if K has parts under batch invariance: 16 x 1536 x 7168 in 64x32 tiles took
+1.37 of its time without the switch, and one row in swapped tiles 1.12 (H200)."""
 
 SMALL_TILE = 96 * 128
 """Elements of a tile that is not small, see `takes_too_many_rounds`."""
@@ -132,11 +133,7 @@ def rounds(spec: GemmSpec, config: GemmConfig) -> int:
 
 
 def splits_in_one_round(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Drops FP8 configs that split K and need more than one wave: the model underestimates them. If K has parts under
-    batch invariance, few rows have swapped tiles only: 16 x 1536 x 7168 in 64x32 tiles took 1.37 of its time without
-    the switch, and one row in swapped tiles 1.12 (H200)."""
-    if spec.m <= FEW_IN_PARTS and spec.batch_invariant and groups.parts_of_k(spec) > 1:
-        return []
+    """Drops FP8 configs that split K and need more than one wave: the model underestimates them."""
     return [config for config in configs if config.cluster_k == 1 or rounds(spec, config) <= 1]
 
 

@@ -116,7 +116,7 @@ class Swapped(HopperTemplate):
         self, spec: GemmSpec, configs: Sequence[GemmConfig], serving: tuple[tuple[Any, ...], ...]
     ) -> list[GemmConfig]:
         sizes = {row[0] for row in serving}
-        if spec.batch_invariant and configs and self.parts_of_k(spec) > 1:  # heights differ with the number of parts
+        if configs and self.parts_of_k(spec) > 1:  # heights differ with the number of parts
             sizes = {c.block_m for c in configs}
         return offered.of_few_rows(spec, configs, tuple(sorted(sizes)))
 
