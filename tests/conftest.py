@@ -54,6 +54,15 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def begin_with_another_gpu() -> None:
+    """Of processes side by side, each takes another of this machine's GPUs for its device 0. Before CUDA starts."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if worker is not None and gpus:
+        order = gpus.split(",")
+        first = int(worker.removeprefix("gw")) % len(order)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(order[first:] + order[:first])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and children inherit that: tests of interrupts would hang.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -63,8 +72,14 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tests must not depend on the settings of the caller's shell, nor touch the caller's kernels.
     for variable in [name for name in os.environ if name.startswith("DG_")]:
         del os.environ[variable]
+    begin_with_another_gpu()
     if why_no_gpu() is not None:  # whoever imports Triton first decides for the process
         os.environ["TRITON_INTERPRET"] = "1"
+    else:  # for the processes side by side, which begin with another each
+        import torch
+
+        gpus = ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", gpus)
     scratch = tempfile.TemporaryDirectory(prefix="deep_gemm_tests_", ignore_cleanup_errors=True)
     os.environ["DG_JIT_CACHE_DIR"] = str(Path(scratch.name, "cache"))
     os.environ.setdefault("COMPILING_LOCKS", scratch.name)  # of the first process; see `forced.compile_all`
@@ -184,6 +199,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = why_no_gpu() if on_gpu else None
     for item in on_gpu if reason is not None else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_sooner(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels of calls on a GPU are compiled by NVRTC, in a third of NVCC's time. What tests run in other processes
+    is compiled as users have it, and so are the calls of test_api.py."""
+    if request.path.parent.name != "gpu" or request.path.name == "test_api.py":
+        yield
+        return
+    from deep_gemm.settings import settings
+
+    with settings.override(use_nvrtc=True):
+        yield
 
 
 @pytest.fixture(scope="session")
