@@ -1,9 +1,10 @@
 """Jobs that run in several processes at once, which are the ranks of a process group on this machine."""
 
+import contextlib
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,10 +23,14 @@ LATE = 0.5
 
 
 def run(
-    job: Callable[..., Any], *arguments: Any, size: int = 2, device: str = "cpu", late: int | None = None
+    job: Callable[..., Any],
+    *arguments: Any,
+    size: int = 2,
+    device: str = "cpu",
+    late: Sequence[int | None] = (None,),
 ) -> list[Any]:
-    """The results of ``job(device mesh, *arguments)`` of each rank. A rank that raises fails the test with its text.
-    Others have to wait for the rank ``late`` in their collectives."""
+    """The results of ``job(device mesh, *arguments)`` of each rank. The job is run once for each of ``late``: for that
+    rank the others have to wait in their collectives. A rank that raises fails the test with its text."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a port that is free
@@ -37,7 +42,7 @@ def run(
     try:
         for rank in range(size):
             ours, theirs = context.Pipe(duplex=False)
-            place = rank, size, store.port, device, rank == late
+            place = rank, size, store.port, device, [rank == each for each in late]
             process = context.Process(target=_serve, args=(*place, theirs, job, arguments), daemon=True)
             process.start()
             theirs.close()
@@ -50,7 +55,7 @@ def run(
             process.join()
     wrong = [text for failed, text in found if failed]
     assert not wrong, "\n".join(wrong)
-    return [result for _, result in found]
+    return [results[turn] for turn in range(len(late)) for _, results in found]
 
 
 def _answer(pipe: Connection, end: float) -> tuple[bool, Any]:
@@ -64,7 +69,14 @@ def _answer(pipe: Connection, end: float) -> tuple[bool, Any]:
 
 
 def _serve(
-    rank: int, size: int, port: int, device: str, late: bool, pipe: Connection, job: Callable[..., Any], arguments: Any
+    rank: int,
+    size: int,
+    port: int,
+    device: str,
+    late: Sequence[bool],
+    pipe: Connection,
+    job: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -78,18 +90,21 @@ def _serve(
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
-    if late:
-        _delay(device)
+    results = []
     try:
         with settings.override(use_nvrtc=device == "cuda" or settings.use_nvrtc):  # which compiles sooner
-            pipe.send((False, job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments)))
+            for is_late in late:
+                with _delayed(device) if is_late else contextlib.nullcontext():
+                    results.append(job(dist.device_mesh.init_device_mesh(device, (size,)), *arguments))
+        pipe.send((False, results))
     except BaseException:
         pipe.send((True, f"rank {rank}: {traceback.format_exc()}"))
     finally:
         pipe.close()
 
 
-def _delay(device: str) -> None:
+@contextlib.contextmanager
+def _delayed(device: str) -> Iterator[None]:
     """Sleep now, and before each layer's passes have the GPU wait, or this process where there is none."""
     import torch
 
@@ -107,5 +122,12 @@ def _delay(device: str) -> None:
         if isinstance(y, torch.Tensor) and y.requires_grad and not torch.compiler.is_compiling():
             y.register_hook(wait)
 
-    torch.nn.modules.module.register_module_forward_pre_hook(wait)
-    torch.nn.modules.module.register_module_forward_hook(before_backward)
+    hooks = (
+        torch.nn.modules.module.register_module_forward_pre_hook(wait),
+        torch.nn.modules.module.register_module_forward_hook(before_backward),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -18,14 +18,9 @@ pytestmark = [
     pytest.mark.limit(300),
     pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and there is {GPUS}" if GPUS == 1 else "needs two GPUs"),
 ]
+LATE = (None, 0, 1)
 BOUND = 0.01
 """Above what rounding of sums to bfloat16 costs. Both sides round to FP8 alike."""
-
-
-@pytest.fixture(params=[None, 0, 1], ids=["in step", "rank 0 late", "rank 1 late"])
-def late(request: pytest.FixtureRequest) -> int | None:
-    found: int | None = request.param
-    return found
 
 
 def check(errors: cases.Errors) -> None:
@@ -35,52 +30,52 @@ def check(errors: cases.Errors) -> None:
 
 @pytest.mark.parametrize("kind", ["fp8", "stored", "bf16"])
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
-def test_tensor_parallel_layers_compute_what_one_gpu_does(kind: str, sequence: bool, late: int | None) -> None:
-    for errors in spawned.run(cases.tensor_parallel, kind, sequence, device="cuda", late=late):
+def test_tensor_parallel_layers_compute_what_one_gpu_does(kind: str, sequence: bool) -> None:
+    for errors in spawned.run(cases.tensor_parallel, kind, sequence, device="cuda", late=LATE):
         check(errors)
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["plain", "kept", "fp8"])
-def test_fsdp_trains_as_one_gpu_does(way: str, weights: Any, late: int | None) -> None:
-    for errors, seen in spawned.run(cases.fully_sharded, way, weights, device="cuda", late=late):
+def test_fsdp_trains_as_one_gpu_does(way: str, weights: Any) -> None:
+    for errors, seen in spawned.run(cases.fully_sharded, way, weights, device="cuda", late=LATE):
         check(errors)
         assert seen["gathered"] == ("Gathered" if way == "fp8" else "Parameter")
         assert seen["casts kept"] == 0
 
 
 @pytest.mark.parametrize("chosen", ["by the router", "one rank", "no tokens", "some are dropped"])
-def test_divided_experts_compute_what_one_gpu_does(chosen: str, late: int | None) -> None:
-    for errors in spawned.run(cases.expert_parallel, chosen, device="cuda", late=late):
+def test_divided_experts_compute_what_one_gpu_does(chosen: str) -> None:
+    for errors in spawned.run(cases.expert_parallel, chosen, device="cuda", late=LATE):
         check(errors)
 
 
 @pytest.mark.parametrize("way", ["plain", "fp8"])
-def test_fsdp_shards_experts(way: str, late: int | None) -> None:
-    for errors, casts in spawned.run(cases.sharded_experts, way, device="cuda", late=late):
+def test_fsdp_shards_experts(way: str) -> None:
+    for errors, casts in spawned.run(cases.sharded_experts, way, device="cuda", late=LATE):
         assert casts == 0
         check(errors)
 
 
-def test_a_checkpoint_of_shards_loads(tmp_path: Path, late: int | None) -> None:
-    for _, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state"), device="cuda", late=late):
+def test_a_checkpoint_of_shards_loads(tmp_path: Path) -> None:
+    for _, equal, in_fp8 in spawned.run(cases.checkpoint, str(tmp_path / "state"), device="cuda", late=LATE):
         assert in_fp8
         assert all(equal.values()), equal
 
 
-def test_products_of_dtensors_are_those_of_one_gpu(late: int | None) -> None:
-    for errors in spawned.run(divided_cases.products, device="cuda", late=late):
+def test_products_of_dtensors_are_those_of_one_gpu() -> None:
+    for errors in spawned.run(divided_cases.products, device="cuda", late=LATE):
         check(errors)
 
 
-def test_a_compiled_tensor_parallel_model_computes_the_same(late: int | None) -> None:
-    for errors in spawned.run(cases.compiled, device="cuda", late=late):
+def test_a_compiled_tensor_parallel_model_computes_the_same() -> None:
+    for errors in spawned.run(cases.compiled, device="cuda", late=LATE):
         check(errors)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs four GPUs")
-def test_tensor_parallel_layers_are_sharded_by_fsdp_too(late: int | None) -> None:
-    for errors in spawned.run(cases.both_ways, size=4, device="cuda", late=late):
+def test_tensor_parallel_layers_are_sharded_by_fsdp_too() -> None:
+    for errors in spawned.run(cases.both_ways, size=4, device="cuda", late=LATE):
         check(errors)
 
 
