@@ -175,7 +175,7 @@ def value(x: Tensor | tuple[Tensor, Tensor], block: int = 1) -> Tensor:
         return x.double()
     values, scales = x
     if scales.dtype == torch.int32:
-        scales, block = deep_gemm.unpack_ue8m0_from_int(scales), 1
+        scales, block = deep_gemm.utils.math.unpack_ue8m0_from_int(scales), 1
     rows, columns = values.shape[-2:]
     each = scales.double().repeat_interleave(block, -2)[..., :rows, :].repeat_interleave(128, -1)[..., :columns]
     return values.double() * each
