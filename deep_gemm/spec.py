@@ -427,6 +427,22 @@ class CombineSpec:
 
 
 @record(frozen=True)
+class RouteSpec:
+    """Rows for the ``top_k`` choices of each of ``tokens`` tokens among ``experts``, whose rows begin at multiples of
+    ``room`` and of which there are ``capacity``. ``num_sms`` is as in `GemmSpec`."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    room: int
+    capacity: int
+    num_sms: int = 1
+
+    def __str__(self) -> str:
+        return f"giving rows to {self.top_k} of {self.experts} experts for each of {self.tokens} tokens"
+
+
+@record(frozen=True)
 class DotsSpec:
     """Dot products in float32 of a row of ``width`` bfloat16 elements of each of ``tokens`` tokens with ``top_k``
     others."""
@@ -518,6 +534,7 @@ Spec: TypeAlias = (
     | DispatchSpec
     | CombineSpec
     | DotsSpec
+    | RouteSpec
     | ActivateSpec
     | MeetSpec
     | PullSpec

@@ -5,6 +5,7 @@ import itertools
 from typing import Any
 
 import pytest
+import step_cases
 import torch
 from public_calls import BF16, CALLS, paired
 from torch import Tensor
@@ -51,6 +52,7 @@ def sums_of_experts() -> None:
     places = torch.tensor([[3, -1], [0, 7], [6, 2]], dtype=torch.int32)
     moe_rows.combine(matrix(9, 64), places, torch.rand(3, 2), matrix(3, 64))
     moe_rows.dots(matrix(9, 64), places, matrix(3, 64), torch.empty(3, 2))
+    moe_rows.route(*step_cases.routed(9, 5, 2, "cpu").values())
 
 
 @functools.cache

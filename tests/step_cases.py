@@ -19,6 +19,10 @@ DOTS = [(1, 1, 16), (5, 8, 272), (37, 9, 128), (2, 33, 4096)]
 """Tokens, choices of each and columns."""
 
 
+ROUTED = [(1, 8, 2), (7, 5, 3), (40, 40, 4), (3, 1500, 33), (300, 128, 8)]
+"""Tokens, experts and choices of each: more than a warp takes at once, and more experts than a CTA has threads."""
+
+
 def sent(rows: int, tokens: int, columns: int, device: str) -> dict[str, Tensor]:
     """Tokens, and of each row its token, or a number that is none, and its factor."""
     generator = torch.Generator().manual_seed(rows)
@@ -99,3 +103,25 @@ def check_dots(x: Tensor, places: Tensor, rows: Tensor, out: Tensor) -> None:
 
 def compute_dots(given: dict[str, Tensor]) -> None:
     moe_rows.dots(*(given[name] for name in ("x", "places", "rows", "out")))
+
+
+def routed(tokens: int, experts: int, top_k: int, device: str, alignment: int = 128) -> dict[str, Any]:
+    """Operands of `deep_gemm.ops.moe_rows.route`. Some choices are no experts."""
+    generator = torch.Generator().manual_seed(tokens)
+    chosen = torch.randint(-2, experts + 3, (tokens, top_k), generator=generator)
+    chosen[chosen == experts + 2] = 1 << 33
+    capacity = moe_rows.most_rows(tokens * top_k, experts, alignment)
+    shapes = {"rows": (tokens, top_k), "places": (tokens, top_k), "of_rows": (capacity,), "index": (capacity,)}
+    shapes |= {"labels": (capacity,), "sizes": (experts,)}
+    kinds = {"rows": torch.int64, "of_rows": torch.int64}
+    found = {name: torch.full(shape, -7, dtype=kinds.get(name, torch.int32)) for name, shape in shapes.items()}
+    found = {name: tensor.to(device) for name, tensor in ({"chosen": chosen} | found).items()}
+    return {**found, "experts": experts, "alignment": alignment}
+
+
+def check_routed(given: dict[str, Any]) -> None:
+    """All numbers are those that torch computes."""
+    chosen, sizes = given["chosen"].cpu(), (given["experts"], given["alignment"], len(given["of_rows"]))
+    names = "rows", "places", "of_rows", "index", "labels", "sizes"
+    for name, wanted in zip(names, moe_rows.routed(chosen, *sizes), strict=True):
+        assert torch.equal(given[name].cpu(), wanted), name

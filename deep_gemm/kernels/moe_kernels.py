@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
-from ..spec import AMAX_MIN, ActivateSpec, CombineSpec, DispatchSpec, DotsSpec, Spec, ceil_div, float_bits
+from ..spec import AMAX_MIN, ActivateSpec, CombineSpec, DispatchSpec, DotsSpec, RouteSpec, Spec, ceil_div, float_bits
 from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
 from .helpers import Grid, Helper
 
@@ -20,6 +20,7 @@ MOST_EXPERTS = 2048
 _SOURCES = {"bf16": "kSourceBf16", "e4m3": "kSourceE4m3"}
 _DISPATCH = TileConfig("moe_dispatch", tile_rows=1, tile_columns=8192, num_threads=1024)
 _COMBINE = TileConfig("moe_combine", tile_rows=1, tile_columns=2048, num_threads=256)
+_ROUTE = TileConfig("moe_route", tile_rows=1, tile_columns=1, num_threads=1024)
 _DOTS = TileConfig("moe_dots", tile_rows=1, tile_columns=2048, num_threads=256)
 _ACTIVATE = TileConfig("moe_activate", tile_rows=1, tile_columns=1024, num_threads=128)
 
@@ -306,7 +307,28 @@ def _dots(config: TileConfig, spec: DotsSpec, strides: Strides) -> tuple[Grid, M
     return (spec.tokens, 1, 1), {"width": spec.width, "top_k": spec.top_k, **values}
 
 
+def _route(config: TileConfig, spec: RouteSpec, strides: Strides) -> tuple[Grid, Mapping[str, Value]]:
+    """Operands: chosen, rows and places (tokens, top_k), of_rows, index and labels (capacity), sizes (experts), all
+    contiguous. A CTA for each token, or for each SM."""
+    names = "tokens", "experts", "top_k", "room", "capacity"
+    return (min(spec.tokens, spec.num_sms), 1, 1), {name: getattr(spec, name) for name in names}
+
+
 DISPATCH, COMBINE, ACTIVATE = DispatchFamily(), CombineFamily(), ActivateFamily()
+ROUTE = Helper(
+    name="moe_route",
+    spec=RouteSpec,
+    what="it gives choices of experts rows",
+    config=_ROUTE,
+    given=parse_arguments(
+        "const i64* chosen, i64* rows, int* places, i64* of_rows, int* index, int* labels, int* sizes, u32 tokens, "
+        "u32 experts, u32 top_k, u32 room, u32 capacity"
+    ),
+    launched=_route,
+    constant_names=("num_threads",),
+    archs=(SM90.name,),
+)
+"""See ``templates/include/moe_route.cuh``."""
 DOTS = Helper(
     name="moe_dots",
     spec=DotsSpec,

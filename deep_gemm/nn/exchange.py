@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from deep_gemm.nn.routing import by_expert
 from deep_gemm.nn.sums import added, places_of
+from deep_gemm.ops.moe_rows import by_expert
 
 Counts = list[int]
 

@@ -42,8 +42,7 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        rows, tokens, labels, sizes, main_gate_up, main_down, wgrad_gate_up, wgrad_down, *cast = rest
-        places, index = rows.int(), tokens.int()
+        rows, places, index, labels, sizes, main_gate_up, main_down, wgrad_gate_up, wgrad_down, *cast = rest
         x_rows, x_columns = casts.tokens(x, casts.BLOCKS[wgrad_gate_up], rows=index)
         hidden = grouped_product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels)
         h_rows, h_columns = casts.tokens(hidden, casts.BLOCKS[wgrad_down], gated=True)
@@ -71,7 +70,7 @@ class Experts(torch.autograd.Function):
         rows, columns = casts.gradients(hidden, gated=True, gradient=d_product)
         dx = grouped_product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels)
         d_gate_up = grouped_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrads[0], sizes)
-        return sums.added(dx, places), d_weights, d_gate_up, d_down, *(None,) * 16
+        return sums.added(dx, places), d_weights, d_gate_up, d_down, *(None,) * 17
 
 
 class MoE(nn.Module):
@@ -279,7 +278,9 @@ _CHAINS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 
 
 def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:
-    places = routing.rows, routing.tokens, routing.labels, routing.sizes
+    rows, tokens = routing.places, routing.index
+    rows, tokens = routing.rows.int() if rows is None else rows, routing.tokens.int() if tokens is None else tokens
+    places = routing.rows, rows, tokens, routing.labels, routing.sizes
     how = gate_up.main_grad(), down.main_grad(), gate_up.weight_gradient, down.weight_gradient
     (of_gate_up, *cast), (of_down, *more) = gate_up.recorded(), down.recorded()
     y: Tensor = Experts.apply(x, weights, of_gate_up, of_down, *places, *how, *cast, *more)

@@ -16,14 +16,17 @@ from deep_gemm.ops.cast_reference import cast_blocks
 from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from ..errors import InvalidInputError
-from ..kernels.moe_kernels import GATED
+from ..kernels.moe_kernels import GATED, MOST_EXPERTS
 from ..records import record
-from ..spec import SCALE_BLOCK, ActivateSpec, CombineSpec, DispatchSpec, DotsSpec, align
+from ..spec import SCALE_BLOCK, ActivateSpec, CombineSpec, DispatchSpec, DotsSpec, RouteSpec, align
 from . import checks, layouts
 from .row_functions import gated
 from .table import DTYPES
 
 TENSOR, OPTIONAL, PAIR = "Tensor", "Tensor | None", "tuple[Tensor, Tensor]"
+
+
+_ROUTE_SIZES = ("experts", "alignment")
 
 
 @record(frozen=True, eq=False)
@@ -218,6 +221,67 @@ class Dots(KernelOperation):
             out.copy_(found.masked_fill(places < 0, 0))
 
 
+class Route(KernelOperation):
+    """Give each choice of a token a row of its expert: see `deep_gemm.nn.Routing`, whose fields are written.
+
+    chosen, rows (tokens, top_k) int64; places (tokens, top_k) int32; of_rows (capacity,) int64; index, labels
+    (capacity,) int32; sizes (experts,) int32, which stay as they are without tokens. Experts' rows begin at multiples
+    of ``alignment``.
+    """
+
+    name = "moe_route"
+    outputs = ("rows", "places", "of_rows", "index", "labels", "sizes")
+    output = "rows"
+    kept = ("sizes",)
+    operands = MappingProxyType({name: name for name in ("chosen", *outputs)})
+    parameters = (*(Parameter(name, TENSOR) for name in operands), *(Parameter(name, "int") for name in _ROUTE_SIZES))
+    unsigned = tuple(operands)
+
+    def check(self, *arguments: Any, **named_arguments: Any) -> MoeOperands | None:
+        """None if there is nothing to choose."""
+        given = self.given(arguments, named_arguments)
+        named = {name: given[name] for name in self.operands}
+        experts, alignment = given["experts"], checks.check_alignment(given["alignment"])
+        dims = dict.fromkeys(("chosen", "rows", "places"), (2,))
+        checks.check_tensors(self.name, named, dims, (1,), self.outputs)
+        choices, capacity = tuple(named["chosen"].shape), tuple(named["of_rows"].shape)
+        wide, shapes = ("chosen", "rows", "of_rows"), {"sizes": (experts,)} | dict.fromkeys(dims, choices)
+        for name, tensor in named.items():
+            dtype, shape = torch.int64 if name in wide else torch.int32, shapes.get(name, capacity)
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+                raise InvalidInputError(
+                    f"{name} must be {dtype} {shape}, but it is {tensor.dtype} {checks.shape_of(tensor)}."
+                )
+        if checks.is_fake(named.values()):
+            return None
+        checks.check_index("experts", experts, 1, MOST_EXPERTS, f"a whole number from 1 to {MOST_EXPERTS}")
+        for name, tensor in named.items():
+            checks.check_sizes(name, tensor)
+            if not tensor.is_contiguous():
+                raise InvalidInputError(f"{name} must be contiguous, but its strides are {tensor.stride()}.")
+            if name in self.outputs:
+                others = {other: x for other, x in named.items() if other != name}
+                checks.check_no_overlap(name, tensor.view(1, -1), others)
+        if capacity[0] < (least := most_rows(math.prod(choices), experts, alignment)):
+            raise InvalidInputError(f"of_rows must have {least} elements or more, but it has {capacity[0]}.")
+        if 0 in choices:
+            return None
+        spec = RouteSpec(choices[0], experts, choices[1], alignment, capacity[0])
+        return MoeOperands(named, named["chosen"].device, spec)
+
+    def launches(self, x: MoeOperands, device: int) -> LaunchSequence:
+        """One launch."""
+        return _one_launch(x, replace(x.spec, num_sms=options.num_sms_for(device)))
+
+    def reference(self, x: MoeOperands) -> None:
+        """See `routed`."""
+        spec, given = x.spec, x.tensors
+        with torch.inference_mode():
+            found = routed(given["chosen"], spec.experts, spec.room, spec.capacity)
+            for name, tensor in zip(self.outputs, found, strict=True):
+                given[name].copy_(tensor)
+
+
 class Activate(KernelOperation):
     """The activation of gate and up of the rows that choices have; other rows are neither read nor written.
 
@@ -305,6 +369,36 @@ def _check_rows(name: str, named: Mapping[str, Tensor], of_tokens: str, written:
     checks.check_written(written, named[written], others, has_columns=False)
 
 
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices ``chosen`` (tokens, top_k) in the order of their experts, and of the tokens of each: the expert of
+    each choice, its place in ``chosen``, and how many choices each expert has. Those of no expert are the last, and
+    have the number ``experts``."""
+    dropped = (chosen < 0) | (chosen >= experts)
+    expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
+    ends = torch.searchsorted(expert, torch.arange(experts, device=chosen.device), right=True)
+    return expert, order, ends.diff(prepend=ends.new_zeros(1))
+
+
+def routed(chosen: Tensor, experts: int, alignment: int, capacity: int) -> tuple[Tensor, ...]:
+    """What `Route` writes, by torch."""
+    device, (tokens, top_k) = chosen.device, chosen.shape
+    expert, order, counts = by_expert(chosen, experts)
+    sizes = (counts + alignment - 1) // alignment * alignment
+    padding = sizes - counts
+    shift = padding.cumsum(0) - padding  # from places without padding to rows
+    dropped = expert == experts
+    row = torch.arange(tokens * top_k, device=device) + shift[expert.clamp(max=experts - 1)]
+    row = row.masked_fill(dropped, capacity - 1)
+    labels = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+    rows = torch.empty_like(row).scatter_(0, order, row).view(tokens, top_k)
+    of_rows = torch.full((capacity,), tokens, device=device).scatter_(
+        0, row, (order // top_k).masked_fill(dropped, tokens)
+    )
+    labels = labels.scatter_(0, row, expert.int().masked_fill(dropped, -1))
+    places = rows.int().masked_fill((chosen < 0) | (chosen >= experts), -1)
+    return rows, places, of_rows, of_rows.int(), labels, sizes.int()
+
+
 def most_rows(choices: int, experts: int, alignment: int) -> int:
     """Rows that are enough for any choice of experts, if each expert's begin at a multiple of the alignment."""
     return align(choices + min(experts, choices) * (alignment - 1), alignment)
@@ -314,3 +408,5 @@ combine = make_entry(Combine(False), Combine(True))
 """Arguments: x, places, weights or None, y. See `Combine`."""
 dots = make_entry(Dots())
 """Arguments: x, places, rows, out. See `Dots`."""
+route = make_entry(Route())
+"""Arguments: chosen, rows, places, of_rows, index, labels, sizes, experts, alignment. See `Route`."""

@@ -15,7 +15,7 @@ from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize_kernels import QUANTIZE, QuantizeFamily
 from deep_gemm.nn import casts
-from deep_gemm.ops import cast_reference
+from deep_gemm.ops import cast_reference, moe_rows
 from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig
 from deep_gemm.runtime import calls, engine
@@ -308,6 +308,13 @@ def test_tokens_of_experts(size: tuple[int, int, int, Any]) -> None:
 def test_gradients_of_gate_and_up(size: tuple[int, int]) -> None:
     both, d = step_cases.gate_and_up(*size, DEVICE)
     step_cases.check_gradient(step_cases.gradients(both, d), both, d)
+
+
+@pytest.mark.parametrize("sizes", [*step_cases.ROUTED, (4096, 128, 8)], ids=str)
+def test_choices_of_experts_get_rows(sizes: tuple[int, int, int]) -> None:
+    given = step_cases.routed(*sizes, DEVICE)
+    moe_rows.route(*given.values())
+    step_cases.check_routed(given)
 
 
 @pytest.mark.parametrize("sizes", [*step_cases.DOTS, (300, 8, 2048)], ids=str)
