@@ -13,6 +13,7 @@ from deep_gemm.ops import (
     logits,
     m_grouped,
     moe_chain,
+    moe_rows,
     paged_logits,
     prenorm,
     quantize,
@@ -23,7 +24,7 @@ from deep_gemm.runtime import operators
 
 _WITH_ENTRIES = (
     *(batched, cublaslt, dense, fp4, fp4_moe_chain, k_grouped, linear, logits, m_grouped),
-    *(moe_chain, paged_logits, prenorm, quantize, row_functions, skip_head_mid),
+    *(moe_chain, moe_rows, paged_logits, prenorm, quantize, row_functions, skip_head_mid),
 )
 
 

@@ -315,7 +315,7 @@ def _both(
             _empty(x, blocks, gated, turned, row_major if blocks != "tile" else False)
             for blocks, turned in ((plain, False), (transposed, True))
         )
-    ops.both(x, first, second, plain, transposed, use_ue8m0, epsilon, gated)
+    ops.both(x, None, None, None, first, second, plain, transposed, use_ue8m0, epsilon, gated)
     return first, second
 
 

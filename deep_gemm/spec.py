@@ -228,8 +228,10 @@ class QuantizeSpec:
     (both of the input matrix), or all; with "none" there is no such output. ``gated``: the input has twice as many
     columns, and silu(left half) * right half is cast. ``epsilon``, as the bits of a float32, is the least magnitude
     from which a scale is computed. If ``source_rows`` is given, the ``rows`` rows are gathered by an index from a
-    matrix with so many. ``factors``: stored scales are multiplied by a factor of each of the ``rows`` rows. ``groups``
-    matrices are cast, each as if it were alone, if all scales are of tiles.
+    matrix with so many. ``factors``: stored scales are multiplied by a factor of each of the ``rows`` rows; if there is
+    a transposed output, rows are multiplied before they are cast. ``gradient``, with ``gated``: the input has
+    ``columns`` columns, and its gradient is cast, given that of silu(left half) * right half. ``groups`` matrices are
+    cast, each as if it were alone, if all scales are of tiles.
     """
 
     rows: int
@@ -243,6 +245,7 @@ class QuantizeSpec:
     source_rows: int | None = None
     factors: bool = False
     groups: int = 1
+    gradient: bool = False
 
     def __str__(self) -> str:
         groups = f"{self.groups} times " if self.groups > 1 else ""
@@ -424,6 +427,35 @@ class CombineSpec:
 
 
 @record(frozen=True)
+class RouteSpec:
+    """Rows for the ``top_k`` choices of each of ``tokens`` tokens among ``experts``, whose rows begin at multiples of
+    ``room`` and of which there are ``capacity``. ``num_sms`` is as in `GemmSpec`."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    room: int
+    capacity: int
+    num_sms: int = 1
+
+    def __str__(self) -> str:
+        return f"giving rows to {self.top_k} of {self.experts} experts for each of {self.tokens} tokens"
+
+
+@record(frozen=True)
+class DotsSpec:
+    """Dot products in float32 of a row of ``width`` bfloat16 elements of each of ``tokens`` tokens with ``top_k``
+    others."""
+
+    tokens: int
+    width: int
+    top_k: int
+
+    def __str__(self) -> str:
+        return f"{self.top_k} dot products of {self.width} elements for each of {self.tokens} tokens"
+
+
+@record(frozen=True)
 class ActivateSpec:
     """``function`` of gate and up of the rows that ``choices`` have among ``rows``, to ``columns`` elements as
     ``output`` "bf16", or "e4m3" with scales of 1 x 128. ``room``: the rows of an expert's part, or 0. ``biased``: the
@@ -501,6 +533,8 @@ Spec: TypeAlias = (
     | Fp4Spec
     | DispatchSpec
     | CombineSpec
+    | DotsSpec
+    | RouteSpec
     | ActivateSpec
     | MeetSpec
     | PullSpec

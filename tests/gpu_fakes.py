@@ -32,6 +32,7 @@ from deep_gemm.spec import (
     CombineSpec,
     CopySpec,
     DispatchSpec,
+    DotsSpec,
     Fp4Spec,
     GemmSpec,
     KGroupMapsSpec,
@@ -42,6 +43,7 @@ from deep_gemm.spec import (
     PullSpec,
     QuantizeSpec,
     ReturnSpec,
+    RouteSpec,
     RowsSpec,
     TransposeBytesSpec,
     TransposeSpec,
@@ -54,7 +56,7 @@ CPU = -1
 KERNELS = {
     GemmSpec: "gemm", TransposeSpec: "transpose", TransposeBytesSpec: "transpose bytes", CopySpec: "copy",
     QuantizeSpec: "quantize", RowsSpec: "rows", KGroupMapsSpec: "maps", LogitsSpec: "logits",
-    PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule",
+    PagedLogitsSpec: "paged logits", LogitsScheduleSpec: "schedule", DotsSpec: "dots", RouteSpec: "route",
     DispatchSpec: "dispatch", CombineSpec: "combine", ActivateSpec: "activate", Fp4Spec: "fp4", MeetSpec: "meet",
     PullSpec: "pull", ReturnSpec: "return",
 }  # fmt: skip

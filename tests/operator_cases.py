@@ -5,11 +5,12 @@ import itertools
 from typing import Any
 
 import pytest
+import step_cases
 import torch
 from public_calls import BF16, CALLS, paired
 from torch import Tensor
 
-from deep_gemm.ops import linear
+from deep_gemm.ops import linear, moe_rows
 from deep_gemm.runtime import operators
 from deep_gemm.runtime.calls import Calls
 from deep_gemm.runtime.operation import REQUIRED
@@ -46,6 +47,14 @@ def linear_layer() -> None:
     linear.backward(dy, saved, None, None, dx, dw, False, "column")
 
 
+def sums_of_experts() -> None:
+    """The calls of a mixture's sums, which have no public function."""
+    places = torch.tensor([[3, -1], [0, 7], [6, 2]], dtype=torch.int32)
+    moe_rows.combine(matrix(9, 64), places, torch.rand(3, 2), matrix(3, 64))
+    moe_rows.dots(matrix(9, 64), places, matrix(3, 64), torch.empty(3, 2))
+    moe_rows.route(*step_cases.routed(9, 5, 2, "cpu").values())
+
+
 @functools.cache
 def arguments() -> dict[str, tuple[Any, ...]]:
     """Arguments of each operator, from the calls of public functions."""
@@ -65,6 +74,7 @@ def arguments() -> dict[str, tuple[Any, ...]]:
         for call in CALLS.values():
             call.call(call.tensors())
         linear_layer()
+        sums_of_experts()
         for kind in ("bf16", "fp16", "fp8"):
             found |= finished(f"{kind}_gemm", f"{kind}_gemm_nt")
         for kind, form in itertools.product(("bf16", "fp8"), ("contiguous", "masked")):

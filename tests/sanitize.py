@@ -36,6 +36,7 @@ import head_cases
 import logit_runs
 import rows_runs
 import scaled_mutations
+import step_cases
 from chosen import case, kernel_name
 from cover import cover, everything, features
 from forced import DTYPES, compiled, force, force_gemm, load, nvrtc, operands, scaling_of
@@ -48,6 +49,8 @@ from deep_gemm.jit import Builder
 from deep_gemm.jit.driver.module import Function
 from deep_gemm.jit.generator import include_dir
 from deep_gemm.kernels.families import B16_GEMM, B16_SWAP_AB, FP8_SCALED, FP8_SCALED_SWAPPED
+from deep_gemm.nn import casts
+from deep_gemm.ops import moe_rows
 from deep_gemm.ops.reference import exact_product
 from deep_gemm.params import GemmConfig, KernelParams
 from deep_gemm.spec import ceil_div
@@ -151,6 +154,12 @@ def run_casts() -> bool:
         quantize.rows(source, rows=index)
         quantize.rows(source, rows=index, factors=torch.rand(len(index), device="cuda"))
         quantize.rows(source, gated=True, factors=torch.rand(len(source), device="cuda"))
+        for blocks in casts.BLOCKS.values():
+            casts.tokens(source, blocks, rows=index)
+        casts.gradients(source, rows=index, factors=torch.rand(len(index), device="cuda"))
+        casts.gradients(source, gated=True, gradient=source[:, :328])
+    step_cases.compute_dots(step_cases.dots(37, 9, 128, "cuda"))
+    moe_rows.route(*step_cases.routed(40, 40, 4, "cuda").values())
     quantize.rows(many)
     (a, sfa), (b, sfb) = quantize.rows(x), quantize.rows(y, row_major=True)
     d, same = (torch.empty(200, 330, device="cuda") for _ in range(2))

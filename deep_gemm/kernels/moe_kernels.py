@@ -10,8 +10,9 @@ from types import MappingProxyType
 from ..arch import SM90, ArchSpec
 from ..jit.driver.launch import LaunchShape
 from ..params import KernelParams, TileConfig
-from ..spec import AMAX_MIN, ActivateSpec, CombineSpec, DispatchSpec, Spec, ceil_div, float_bits
+from ..spec import AMAX_MIN, ActivateSpec, CombineSpec, DispatchSpec, DotsSpec, RouteSpec, Spec, ceil_div, float_bits
 from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_arguments
+from .helpers import Grid, Helper
 
 MOST_EXPERTS = 2048
 """As ``moe_dispatch.cuh`` says it."""
@@ -19,6 +20,8 @@ MOST_EXPERTS = 2048
 _SOURCES = {"bf16": "kSourceBf16", "e4m3": "kSourceE4m3"}
 _DISPATCH = TileConfig("moe_dispatch", tile_rows=1, tile_columns=8192, num_threads=1024)
 _COMBINE = TileConfig("moe_combine", tile_rows=1, tile_columns=2048, num_threads=256)
+_ROUTE = TileConfig("moe_route", tile_rows=1, tile_columns=1, num_threads=1024)
+_DOTS = TileConfig("moe_dots", tile_rows=1, tile_columns=2048, num_threads=256)
 _ACTIVATE = TileConfig("moe_activate", tile_rows=1, tile_columns=1024, num_threads=128)
 
 GATED: Mapping[str, tuple[bool, bool]] = MappingProxyType({"swiglu": (False, False), "swigluoai": (True, True)})
@@ -201,8 +204,8 @@ class CombineFamily(_OneConfig):
         return [self.params(CombineSpec(64, 4096, 8, *each), self.config, SM90) for each in every]
 
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """That of `deep_gemm.fp8_moe`."""
-        return self.cases()[1:2]
+        """Those of `deep_gemm.fp8_moe`, and of its gradient."""
+        return self.cases()[:2]
 
     def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """See `_OneConfig`: with the router's weights."""
@@ -297,4 +300,46 @@ def _of_scales(strides: Strides, room: int) -> dict[str, Value]:
     return found | ({"scale_stride_group": group[0] - room * row} if group else {})
 
 
+def _dots(config: TileConfig, spec: DotsSpec, strides: Strides) -> tuple[Grid, Mapping[str, Value]]:
+    """Operands: x (any rows, width), places and out (tokens, top_k), contiguous, and rows (tokens, width). A CTA for
+    each token."""
+    values = {"x_stride": strides["x"][-2], "rows_stride": strides["rows"][0]}
+    return (spec.tokens, 1, 1), {"width": spec.width, "top_k": spec.top_k, **values}
+
+
+def _route(config: TileConfig, spec: RouteSpec, strides: Strides) -> tuple[Grid, Mapping[str, Value]]:
+    """Operands: chosen, rows and places (tokens, top_k), of_rows, index and labels (capacity), sizes (experts), all
+    contiguous. A CTA for each token, or for each SM."""
+    names = "tokens", "experts", "top_k", "room", "capacity"
+    return (min(spec.tokens, spec.num_sms), 1, 1), {name: getattr(spec, name) for name in names}
+
+
 DISPATCH, COMBINE, ACTIVATE = DispatchFamily(), CombineFamily(), ActivateFamily()
+ROUTE = Helper(
+    name="moe_route",
+    spec=RouteSpec,
+    what="it gives choices of experts rows",
+    config=_ROUTE,
+    given=parse_arguments(
+        "const i64* chosen, i64* rows, int* places, i64* of_rows, int* index, int* labels, int* sizes, u32 tokens, "
+        "u32 experts, u32 top_k, u32 room, u32 capacity"
+    ),
+    launched=_route,
+    constant_names=("num_threads",),
+    archs=(SM90.name,),
+)
+"""See ``templates/include/moe_route.cuh``."""
+DOTS = Helper(
+    name="moe_dots",
+    spec=DotsSpec,
+    what="it multiplies rows of tokens with those of experts",
+    config=_DOTS,
+    given=parse_arguments(
+        "const u8* x, i64 x_stride, const int* places, const u8* rows, i64 rows_stride, float* out, u32 width, "
+        "u32 top_k"
+    ),
+    launched=_dots,
+    constant_names=("num_threads",),
+    archs=(SM90.name,),
+)
+"""See ``templates/include/moe_dots.cuh``."""

@@ -21,6 +21,8 @@ OTHERS: Mapping[type, tuple[str, str, str]] = {
     spec.Fp4Spec: ("sm90_fp4_gemm", "sm90_fp4_gemm", "FP4"),
     spec.DispatchSpec: ("moe_dispatch", "moe_kernels", "DISPATCH"),
     spec.CombineSpec: ("moe_combine", "moe_kernels", "COMBINE"),
+    spec.DotsSpec: ("moe_dots", "moe_kernels", "DOTS"),
+    spec.RouteSpec: ("moe_route", "moe_kernels", "ROUTE"),
     spec.ActivateSpec: ("moe_activate", "moe_kernels", "ACTIVATE"),
     spec.MeetSpec: ("moe_meet", "moe_ranks", "MEET"),
     spec.PullSpec: ("moe_pull", "moe_ranks", "PULL"),

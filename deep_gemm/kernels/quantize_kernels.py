@@ -38,6 +38,13 @@ TILES, TILES_OF_FLOATS = _config(128, 128, 256, 4), _config(128, 128, 512, 2)
 ROWS_OF_FLOATS = _config(64, 128, 256, 4)
 FEW_ROWS, SOME_ROWS = _config(1, 1024, 128, 8), _config(2, 1024, 128, 8)
 
+_OF_EXPERTS = (
+    *(QuantizeSpec(8192, 8192, "bf16", "row", transposed, source_rows=1) for transposed in ("column", "tile")),
+    QuantizeSpec(8192, 8192, "bf16", "row", "column", source_rows=1, factors=True),
+    QuantizeSpec(8192, 8192, "bf16", "row", "column", True, gradient=True),
+)
+"""What training steps of experts need: their tokens, the gradients of their results, and of gate and up."""
+
 FEW, SOME = 1 << 18, 1 << 20
 """Elements up to which rows are cast by `FEW_ROWS` and `SOME_ROWS`: larger tiles would leave SMs idle. On an H100 these
 were fastest for up to 16 rows of 7168, and for 64; from 256 on larger tiles were."""
@@ -45,13 +52,14 @@ were fastest for up to 16 rows of 7168, and for 64; from 256 on larger tiles wer
 
 class Variant(NamedTuple):
     """`KernelParams.options` of a cast: fields of `QuantizeSpec`. ``gathered``: an index says which rows are cast.
-    ``factors``: the scales of each row are multiplied by a factor."""
+    ``factors``: the scales of each row are multiplied by a factor, or the row is. ``gradient``: see `QuantizeSpec`."""
 
     plain: str
     transposed: str
     gated: bool
     gathered: bool
     factors: bool
+    gradient: bool = False
 
 
 class QuantizeFamily(KernelFamily):
@@ -71,12 +79,16 @@ class QuantizeFamily(KernelFamily):
             return f"it writes no {spec.plain} scales with {spec.transposed} scales of the transpose"
         if {spec.plain, spec.transposed} == {"column", "tile"}:
             return "it writes scales of columns and of tiles in separate launches"
-        if spec.source_rows is not None and not _is_of_rows(spec.plain, spec.transposed):
+        if spec.source_rows is not None and spec.plain != "row":
             return "it gathers rows only where each row has scales of its own"
-        if spec.factors and not _is_of_rows(spec.plain, spec.transposed):
+        if spec.factors and spec.plain != "row":
             return "it multiplies rows by factors only where each row has scales of its own"
-        if spec.factors and spec.power_of_two:
+        if spec.factors and spec.power_of_two and _is_of_rows(spec.plain, spec.transposed):
             return "scales that are multiplied by factors are no powers of two"
+        if spec.gradient and not (spec.gated and spec.plain == "row" and spec.transposed != "none"):
+            return "it casts the gradient of gate and up only as it is and transposed in one pass"
+        if spec.gated and spec.transposed != "none" and (spec.factors or spec.source_rows is not None):
+            return "it neither gathers nor multiplies rows of gate and up that it transposes"
         if spec.groups > 1 and not _is_of_tiles(spec.plain, spec.transposed):
             return "it casts several matrices at once only with scales of tiles"
         if spec.groups > MAX_GRID_Y:
@@ -92,7 +104,9 @@ class QuantizeFamily(KernelFamily):
         gated elements are too."""
         floats = spec.gated or spec.dtype == "f32"
         if not _is_of_rows(spec.plain, spec.transposed):
-            return _on(TILES_OF_FLOATS if floats else TILES, arch)
+            found = _on(TILES_OF_FLOATS if floats else TILES, arch)
+            # With two CTAs on an SM the compiler spills registers for compute capability 12.0.
+            return replace(found, ctas_per_sm=1) if spec.gradient and arch.capability[0] == 12 else found
         size = spec.rows * spec.columns
         if size <= SOME:
             return FEW_ROWS if size <= FEW else SOME_ROWS
@@ -100,8 +114,8 @@ class QuantizeFamily(KernelFamily):
 
     def params(self, spec: QuantizeSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
         """See `KernelFamily.params`. Adds the input's type and the outputs."""
-        variant = Variant(spec.plain, spec.transposed, spec.gated, spec.source_rows is not None, spec.factors)
-        return KernelParams(self.name, arch.name, config, dtype=spec.dtype, options=tuple(variant))
+        variant = spec.plain, spec.transposed, spec.gated, spec.source_rows is not None, spec.factors
+        return KernelParams(self.name, arch.name, config, dtype=spec.dtype, options=(*variant, *[True] * spec.gradient))
 
     def constants(self, params: KernelParams) -> Mapping[str, str | int | bool]:
         """Constants of ``quantize.cu.jinja``."""
@@ -111,6 +125,8 @@ class QuantizeFamily(KernelFamily):
         grouped = _is_of_tiles(p.plain, p.transposed)
         rows = [gated, gathered, factored, *config.tile, config.num_threads]
         tile = [_BLOCKS[p.plain], _BLOCKS[p.transposed], gated, config.num_threads]
+        if p.gathered or p.factors or p.gradient:
+            tile += [gathered, factored, "true" if p.gradient else "false"]
         template = ", ".join(map(str, [_SOURCES[params.dtype], *(rows if kind == "rows" else tile)]))
         return {
             "rows_or_tile": kind,
@@ -121,6 +137,7 @@ class QuantizeFamily(KernelFamily):
             "index": "index" if p.gathered else "nullptr",
             "source_rows": "source_rows" if p.gathered else "rows",
             "factors": "factors" if p.factors else "nullptr",
+            "gradient": ", {gradient, gradient_stride}" if p.gradient else "",
             "plain_output": _output("", p.plain, grouped),
             "transposed_output": _output("t_", p.transposed, grouped),
         }
@@ -130,6 +147,7 @@ class QuantizeFamily(KernelFamily):
         p = _variant(params)
         gathered = "const u32* index=rows, u32 source_rows, " if p.gathered else ""
         factors = "const float* factors, " if p.factors else ""
+        factors += "const u8* gradient, i64 gradient_stride, " if p.gradient else ""
         grouped = _is_of_tiles(p.plain, p.transposed)
         outputs = [
             f", u8* {x}values, i64 {x}stride, float* {x}scales, i64 {x}scale_stride_row, i64 {x}scale_stride_column"
@@ -146,7 +164,8 @@ class QuantizeFamily(KernelFamily):
     ) -> tuple[LaunchShape, Mapping[str, Value]]:
         """Casts operand "x", (rows, columns) or (rows, 2 * columns) with contiguous rows, to "values" and "scales", and
         its transpose to "t_values" and "t_scales". Operand "rows", if there is one, says which rows of "x"; operand
-        "factors" multiplies their scales. Several matrices lie in a first dimension of all."""
+        "factors" multiplies them or their scales. Operand "gradient" is (rows, columns / 2). Several matrices lie in a
+        first dimension of all."""
 
         def of_groups(name: str) -> int:
             return strides[name][0] if len(strides[name]) > 2 else 0
@@ -170,6 +189,7 @@ class QuantizeFamily(KernelFamily):
         down, across = ceil_div(spec.rows, config.tile_rows), ceil_div(spec.columns, config.tile_columns)
         band = (ceil_div(down, MAX_GRID_Y) - 1).bit_length()
         values |= {"source_rows": spec.source_rows, "band": band}
+        values |= {"gradient_stride": strides["gradient"][0]} if spec.gradient else {}
         grid = across << band, ceil_div(down, 1 << band), spec.groups
         return LaunchShape(grid=grid, block=config.num_threads, dynamic_shared=0, pdl=pdl), values
 
@@ -184,7 +204,7 @@ class QuantizeFamily(KernelFamily):
             "quantize",
             "gathered" if p.gathered else "",
             "factored" if p.factors else "",
-            "silu" if p.gated else "",
+            "silu_gradient" if p.gradient else "silu" if p.gated else "",
             params.dtype,
             p.plain if p.plain != "none" else "",
         ]
@@ -208,6 +228,7 @@ class QuantizeFamily(KernelFamily):
             *(QuantizeSpec(rows, 8192, "bf16", "row", "none", True) for rows in (1, 64)),
             QuantizeSpec(64, 8192, "bf16", "row", "none"),
             QuantizeSpec(8192, 8192, "f32", "row", "column"),
+            *_OF_EXPERTS,
         ]
         arch = arch or self.arch
         return [self.params(spec, self.config_of(spec, arch), arch) for spec in specs]
@@ -221,12 +242,15 @@ class QuantizeFamily(KernelFamily):
             for gated in ((False,) if "tile" in (plain, transposed) else (False, True))
             for source, factors in itertools.product((None, 1), (False, True))
         ]
-        able = [spec for spec in specs if self.refuses(spec) is None]
+        of_rows = [spec for spec in specs if _is_of_rows(spec.plain, spec.transposed)]
+        plain = [spec for spec in specs if spec.source_rows is None and not spec.factors]
+        able = [spec for spec in (*of_rows, *plain, *_OF_EXPERTS) if self.refuses(spec) is None]
         return list(dict.fromkeys(self.params(spec, self.config_of(spec, arch), arch) for spec in able))
 
     def precompile_cases(self, arch: ArchSpec) -> list[KernelParams]:
-        """Those without an index of rows and without factors, which are for experts."""
-        return [params for params in self.cases(arch) if not (_variant(params).gathered or _variant(params).factors)]
+        """Those without an index of rows, factors and gradients, which are for experts."""
+        of_experts = "gathered", "factors", "gradient"
+        return [each for each in self.cases(arch) if not any(getattr(_variant(each), name) for name in of_experts)]
 
 
 def _variant(params: KernelParams) -> Variant:

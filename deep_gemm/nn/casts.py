@@ -108,24 +108,35 @@ def _is_traced_in_transform() -> bool:
 _is_traced_in_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def tokens(x: Tensor, blocks: Blocks, *, gated: bool = False, epsilon: float = AMAX_MIN) -> tuple[Quantized, Quantized]:
+def tokens(
+    x: Tensor,
+    blocks: Blocks,
+    *,
+    gated: bool = False,
+    epsilon: float = AMAX_MIN,
+    rows: Tensor | None = None,
+    factors: Tensor | None = None,
+    gradient: Tensor | None = None,
+) -> tuple[Quantized, Quantized]:
     """Rows of x, the operand of a product with weights; and columns, that of a weight gradient, with scales of
-    ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read."""
-    count, width = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
-    rows = ops.empty_output(count, width, "row", x.device)
+    ``blocks``. Columns are padded with zeros to a multiple of 16 tokens, which is what kernels read. Of x there are
+    ``rows``, times ``factors``, or the gradient of gate and up: see `deep_gemm.ops.quantize.Quantize`."""
+    count = x.shape[0] if rows is None else rows.shape[0]
+    width = x.shape[1] // 2 if gated and gradient is None else x.shape[1]
+    plain = ops.empty_output(count, width, "row", x.device)
     scales = ops.empty_scales(count, width, blocks, x.device, transposed=True)
     if count % TMA_BYTES == 0:
         columns = written = torch.empty((width, count), dtype=torch.float8_e4m3fn, device=x.device)
     else:
         columns = torch.zeros((width, align(count, TMA_BYTES)), dtype=torch.float8_e4m3fn, device=x.device)
         written = columns[:, :count]
-    ops.both(x, rows, (written, scales), "row", blocks, False, epsilon, gated)
-    return rows, (columns, scales)
+    ops.both(x, rows, factors, gradient, plain, (written, scales), "row", blocks, False, epsilon, gated)
+    return plain, (columns, scales)
 
 
-def gradients(dy: Tensor) -> tuple[Quantized, Quantized]:
+def gradients(dy: Tensor, **how: Any) -> tuple[Quantized, Quantized]:
     """`tokens` of the gradient of an output. The mean over many tokens makes gradients small: none is too small."""
-    return tokens(row_major(dy), "column", epsilon=0.0)
+    return tokens(row_major(dy), "column", epsilon=0.0, **how)
 
 
 def transposed(w: Tensor, scales: Tensor | None) -> Quantized:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from deep_gemm.nn.routing import by_expert
+from deep_gemm.nn.sums import added, places_of
+from deep_gemm.ops.moe_rows import by_expert
 
 Counts = list[int]
 
@@ -27,7 +28,15 @@ class TokenExchange:
         """The results of tokens x (tokens, width) by the experts that each chose, (tokens, top_k): (tokens, top_k,
         width), zeros where a choice is none of the ``experts`` of all ranks. ``run(rows, experts)`` computes rows by
         experts of this rank, numbered from 0."""
-        (tokens, top_k), group, ranks = chosen.shape, self.mesh.get_group(), self.mesh.size()
+        back, order = self.rows(x, chosen, experts, run)
+        results = back.new_zeros(chosen.numel(), back.shape[1]).index_copy(0, order, back)
+        return results.view(*chosen.shape, back.shape[1])
+
+    def rows(
+        self, x: Tensor, chosen: Tensor, experts: int, run: Callable[[Tensor, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The same results in the order of their experts, (rows, width), and the place of each in ``chosen``."""
+        group, ranks, top_k = self.mesh.get_group(), self.mesh.size(), chosen.shape[1]
         _, order, counts = by_expert(chosen, experts)
         sent = counts.view(ranks, -1)
         received = torch.empty_like(sent)
@@ -38,8 +47,7 @@ class TokenExchange:
         own = torch.arange(sent.shape[1], device=x.device).repeat(ranks)
         of_rows = own.repeat_interleave(received.flatten(), output_size=sum(into))
         back: Tensor = Moved.apply(run(rows, of_rows[:, None]), into, out, group)
-        results = back.new_zeros(tokens * top_k, back.shape[1]).index_copy(0, order, back)
-        return results.view(tokens, top_k, back.shape[1])
+        return back, order
 
 
 class Chosen(torch.autograd.Function):
@@ -49,17 +57,14 @@ class Chosen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, top_k: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.shape = x.shape[0], top_k, x.shape[1]
+        ctx.shape = x.shape[0], top_k
         return x[order // top_k]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        tokens, top_k, width = ctx.shape
-        rows = dy.new_zeros(tokens * top_k, width)
-        rows[order] = dy
-        return rows.view(ctx.shape).float().sum(1).to(dy.dtype), None, None
+        return added(dy, places_of(order, *ctx.shape)), None, None
 
 
 class Moved(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from deep_gemm import fp4_moe, fused, moe, quantize
 from deep_gemm.errors import InvalidInputError
 from deep_gemm.kernels.moe_kernels import MOST_EXPERTS
-from deep_gemm.nn import casts, expert_names
+from deep_gemm.nn import casts, expert_names, sums
 from deep_gemm.nn.fp4_linear import Activations, FP4GroupedLinear
 from deep_gemm.nn.grouped_linear import FP8GroupedLinear
 from deep_gemm.nn.products import grouped_gradient, grouped_product
@@ -31,16 +31,9 @@ if TYPE_CHECKING:
 Gate: TypeAlias = Literal["swiglu", "swigluoai"]
 
 
-def swiglu_backward(hidden: Tensor, d: Tensor) -> Tensor:
-    """The gradient of gate and up (rows, 2 * n), given the gradient d (rows, n) of silu(gate) * up."""
-    gate, up = hidden.float().chunk(2, dim=1)
-    sigmoid, d = gate.sigmoid(), d.float()
-    d_gate = d * up * sigmoid * (1 + gate * (1 - sigmoid))
-    return torch.cat([d_gate, d * gate * sigmoid], dim=1).to(hidden.dtype)
-
-
 class Experts(torch.autograd.Function):
-    """The results of the chosen experts, multiplied by the router's weights and added. SwiGLU is part of a cast.
+    """The results of the chosen experts, multiplied by the router's weights and added. SwiGLU and its gradient, and the
+    sending of tokens to experts, are parts of casts.
 
     x (tokens, width), weights (tokens, top_k) float32; gate_up (experts, 2 * hidden, width) and down (experts, width,
     hidden) take gradients, and the tensors after them are their casts and those of their transposes, or None: see
@@ -49,40 +42,35 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-        rows, tokens, labels, sizes, main_gate_up, main_down, wgrad_gate_up, wgrad_down, *cast = rest
-        routing = Routing(rows, tokens, labels, sizes)
-        x_rows, x_columns = casts.tokens(routing.spread(x), casts.BLOCKS[wgrad_gate_up])
+        rows, places, index, labels, sizes, main_gate_up, main_down, wgrad_gate_up, wgrad_down, *cast = rest
+        x_rows, x_columns = casts.tokens(x, casts.BLOCKS[wgrad_gate_up], rows=index)
         hidden = grouped_product(x_rows, (cast[0], cast[1]), torch.bfloat16, labels)
         h_rows, h_columns = casts.tokens(hidden, casts.BLOCKS[wgrad_down], gated=True)
         out = grouped_product(h_rows, (cast[4], cast[5]), torch.bfloat16, labels)
         turned = gate_up if cast[2] is None else cast[2], cast[3], down if cast[6] is None else cast[6], cast[7]
-        ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, tokens, labels, sizes)
+        ctx.save_for_backward(weights, hidden, out, *x_columns, *h_columns, *turned, rows, places, index, labels, sizes)
         ctx.mains, ctx.wgrads = (main_gate_up, main_down), (wgrad_gate_up, wgrad_down)
         ctx.dtypes = gate_up.dtype, down.dtype
-        return (routing.choices(out) * weights[..., None]).sum(1).to(x.dtype)
+        return sums.added(out, places, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weights, hidden, out, x, sfx, h, sfh, gate_up, sf_gate_up, down, sf_down, *places = ctx.saved_tensors
-        routing = Routing(*places)
-        labels, sizes = routing.labels, routing.sizes
-        d_weights = (routing.choices(out) * dy[:, None].float()).sum(2)
+        weights, hidden, out, x, sfx, h, sfh, gate_up, sf_gate_up, down, sf_down, *more = ctx.saved_tensors
+        (chosen, places, index, labels, sizes), dy = more, casts.row_major(dy)
+        d_weights = sums.dots(out, places, dy) if ctx.needs_input_grad[1] else None
         # The router's weight of each row. Rows of padding have none, and are zeros anyway.
-        factor = weights.new_zeros(hidden.shape[0]).scatter_(0, routing.rows.flatten(), weights.flatten())
-        d_out = (routing.spread(dy) * factor[:, None]).to(dy.dtype)
+        factors = weights.new_zeros(hidden.shape[0], dtype=torch.float32)
+        factors.scatter_(0, chosen.flatten(), weights.flatten().float())
 
-        rows, columns = casts.gradients(d_out)
-        d_hidden = swiglu_backward(
-            hidden, grouped_product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels)
-        )
+        rows, columns = casts.gradients(dy, rows=index, factors=factors)
+        d_product = grouped_product(rows, casts.transposed(down, sf_down), torch.bfloat16, labels)
         d_down = grouped_gradient(columns, (h, sfh), ctx.dtypes[1], ctx.mains[1], ctx.wgrads[1], sizes)
 
-        rows, columns = casts.gradients(d_hidden)
+        rows, columns = casts.gradients(hidden, gated=True, gradient=d_product)
         dx = grouped_product(rows, casts.transposed(gate_up, sf_gate_up), torch.bfloat16, labels)
         d_gate_up = grouped_gradient(columns, (x, sfx), ctx.dtypes[0], ctx.mains[0], ctx.wgrads[0], sizes)
-        dx = routing.choices(dx).sum(1).to(dy.dtype)
-        return dx, d_weights, d_gate_up, d_down, *(None,) * 16
+        return sums.added(dx, places), d_weights, d_gate_up, d_down, *(None,) * 17
 
 
 class MoE(nn.Module):
@@ -193,8 +181,13 @@ class MoE(nn.Module):
         weights, chosen = self.route(tokens)
         if self.exchange is None:
             return self._computed(tokens, weights, chosen).view(x.shape)
-        rows = self.exchange(tokens, chosen, self.gate_up.num_groups, self._whole)
-        return (rows * weights[..., None]).sum(1).to(torch.bfloat16).view(x.shape)  # in float32, as weights are
+        sent = tokens, chosen, self.gate_up.num_groups, self._whole
+        if not moe_chain.runs_on(x.device):
+            rows = self.exchange(*sent)
+            return (rows * weights[..., None]).sum(1).to(torch.bfloat16).view(x.shape)  # in float32, as weights are
+        rows, order = self.exchange.rows(*sent)
+        y: Tensor = sums.WeightedSum.apply(rows, weights, order)
+        return y.view(x.shape)
 
     def _whole(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Each row by one expert of this rank, with the weight 1."""
@@ -285,7 +278,9 @@ _CHAINS: Mapping[str, Callable[..., Tensor]] = MappingProxyType(
 
 
 def _recorded(x: Tensor, weights: Tensor, routing: Routing, gate_up: Any, down: Any) -> Tensor:
-    places = routing.rows, routing.tokens, routing.labels, routing.sizes
+    rows, tokens = routing.places, routing.index
+    rows, tokens = routing.rows.int() if rows is None else rows, routing.tokens.int() if tokens is None else tokens
+    places = routing.rows, rows, tokens, routing.labels, routing.sizes
     how = gate_up.main_grad(), down.main_grad(), gate_up.weight_gradient, down.weight_gradient
     (of_gate_up, *cast), (of_down, *more) = gate_up.recorded(), down.recorded()
     y: Tensor = Experts.apply(x, weights, of_gate_up, of_down, *places, *how, *cast, *more)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from deep_gemm.errors import InvalidInputError
+from deep_gemm.kernels.moe_kernels import MOST_EXPERTS
 from deep_gemm.layout import get_mk_alignment_for_contiguous_layout
+from deep_gemm.ops import moe_rows
 from deep_gemm.ops.checks import MAX_SIZE, check_index
+from deep_gemm.ops.moe_chain import runs_on
 from deep_gemm.runtime.operation import Fault, refuse_faults
 from deep_gemm.settings import settings
-from deep_gemm.spec import SCALE_BLOCK, align
+from deep_gemm.spec import SCALE_BLOCK
 from deep_gemm.tensors import check_tensor, is_traced, kind_of
 
 
@@ -35,6 +38,10 @@ class Routing:
     """(capacity,) int32: the expert of each row, or -1 for padding. Kernels read it."""
     sizes: Tensor
     """(experts,) int32: the rows of each expert with its padding, multiples of 128. Kernels read it."""
+    places: Tensor | None = None
+    """``rows`` as int32, with -1 of a dropped choice, if it is known. Kernels read it."""
+    index: Tensor | None = None
+    """``tokens`` as int32, if it is known. Kernels read it."""
 
     @classmethod
     def from_choices(cls, chosen: Tensor, experts: int) -> Routing:
@@ -62,25 +69,18 @@ class Routing:
         device, (tokens, top_k) = chosen.device, chosen.shape
         # A group begins with a new block of scales too, because rows are the K of weight gradients.
         alignment = math.lcm(get_mk_alignment_for_contiguous_layout(), SCALE_BLOCK)
-        choices = tokens * top_k
         # All groups fit, and then the last row is padding: of the last group, or of none if that has no padding.
-        capacity = align(choices + min(experts, choices) * (alignment - 1), alignment)
-        expert, order, counts = by_expert(chosen, experts)
-        sizes = (counts + alignment - 1) // alignment * alignment
-        padding = sizes - counts
-        shift = padding.cumsum(0) - padding  # from places without padding to rows
-        dropped = expert == experts
-        row = torch.arange(choices, device=device) + shift[expert.clamp(max=experts - 1)]
-        row = row.masked_fill(dropped, capacity - 1)
-        labels = torch.full((capacity,), -1, dtype=torch.int32, device=device)
-        return cls(
-            rows=torch.empty_like(row).scatter_(0, order, row).view(tokens, top_k),
-            tokens=torch.full((capacity,), tokens, device=device).scatter_(
-                0, row, (order // top_k).masked_fill(dropped, tokens)
-            ),
-            labels=labels.scatter_(0, row, expert.int().masked_fill(dropped, -1)),
-            sizes=sizes.int(),
-        )
+        capacity = moe_rows.most_rows(tokens * top_k, experts, alignment)
+        if experts > MOST_EXPERTS or not runs_on(device):
+            rows, places, of_rows, index, labels, sizes = moe_rows.routed(chosen, experts, alignment, capacity)
+            return cls(rows, of_rows, labels, sizes, places, index)
+        rows = torch.empty(chosen.shape, dtype=torch.int64, device=device)
+        places = torch.empty(chosen.shape, dtype=torch.int32, device=device)
+        of_rows = torch.empty(capacity, dtype=torch.int64, device=device)
+        index, labels = (torch.empty(capacity, dtype=torch.int32, device=device) for _ in range(2))
+        sizes = torch.zeros(experts, dtype=torch.int32, device=device)
+        moe_rows.route(chosen.contiguous(), rows, places, of_rows, index, labels, sizes, experts, alignment)
+        return cls(rows, of_rows, labels, sizes, places, index)
 
     def spread(self, x: Tensor) -> Tensor:
         """The rows (capacity, columns) of tokens x (tokens, columns). Rows of padding are zeros."""
@@ -100,16 +100,6 @@ def _check_rows(x: Tensor, count: int, what: str) -> None:
     check_tensor("x", x, (2,))
     if x.shape[0] != count:
         raise InvalidInputError(f"x must have {count} rows ({what}), as the routing does, but it has {x.shape[0]}.")
-
-
-def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices ``chosen`` (tokens, top_k) in the order of their experts, and of the tokens of each: the expert of
-    each choice, its place in ``chosen``, and how many choices each expert has. Those of no expert are the last, and
-    have the number ``experts``."""
-    dropped = (chosen < 0) | (chosen >= experts)
-    expert, order = chosen.masked_fill(dropped, experts).flatten().sort(stable=True)
-    ends = torch.searchsorted(expert, torch.arange(experts, device=chosen.device), right=True)
-    return expert, order, ends.diff(prepend=ends.new_zeros(1))
 
 
 def _unknown(chosen: Tensor, experts: int) -> list[Fault]:

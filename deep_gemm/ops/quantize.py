@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deep_gemm.ops.cast_reference import cast_blocks
-from deep_gemm.ops.reference import silu
+from deep_gemm.ops.reference import silu, silu_gradient
 from deep_gemm.runtime.calls import KernelOperation, LaunchSequence, Parameter, Step, make_entry
 
 from ..errors import InvalidInputError
@@ -42,10 +42,18 @@ _CHOICES: dict[str, tuple[Blocks, ...]] = {"plain": ("row", "column", "tile"), "
 """The blocks that kernels have for each output."""
 
 
+_CHOSEN: Mapping[tuple[str, ...], tuple[tuple[str, ...], ...]] = {
+    ("plain",): ((), ("rows",), ("factors",), ("rows", "factors")),
+    ("transposed",): ((),),
+    ("plain", "transposed"): ((), ("rows",), ("rows", "factors"), ("gradient",)),
+}
+"""The optional operands that calls may have, by what is written. The last ones get the calls that no other takes."""
+
+
 @record(frozen=True, eq=False)
 class QuantizeOperands:
-    """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated``; and E4M3 values and float32 scales for
-    each output. Of several matrices each has one dimension more, in front."""
+    """Checked operands: x (rows, columns), or (rows, 2 * columns) if ``gated`` without a gradient; and E4M3 values and
+    float32 scales for each output. Of several matrices each has one dimension more, in front."""
 
     tensors: Mapping[str, Tensor]
     device: torch.device
@@ -54,13 +62,16 @@ class QuantizeOperands:
 
 class Quantize(KernelOperation):
     """See ``deep_gemm.quantize``. ``written``: "plain", "transposed" or both. ``chosen``: "rows", an index of the rows
-    of x that are cast, and "factors" of the scales of each row, or none of them."""
+    of x that are cast, and "factors" of the scales of each row, or none of them. Where both outputs are written,
+    factors multiply rows, which are rounded to x's dtype and then cast; and "gradient" (rows, columns / 2), with
+    ``gated``, is that of silu(left half) * right half: the gradient of x is cast."""
 
     def __init__(self, written: Sequence[str], chosen: Sequence[str] = ()) -> None:
         self.written, self.read = tuple(written), ("x", *chosen)
-        optional = ("rows", "factors") if self.written == ("plain",) else ()
-        self.absent = tuple(name for name in optional if name not in chosen)
-        kinds = {"rows": "gathered", "factors": "factored"}
+        optional = tuple(dict.fromkeys(name for each in _CHOSEN[self.written] for name in each))
+        is_last = tuple(chosen) == _CHOSEN[self.written][-1]
+        self.absent = () if is_last else tuple(name for name in optional if name not in chosen)
+        kinds = {"rows": "gathered", "factors": "factored", "gradient": "gradient"}
         self.name = " ".join(["quantize", *(kinds[name] for name in chosen), " and ".join(written)])
         self.parameters = (
             Parameter("x", "Tensor"),
@@ -102,7 +113,7 @@ class Quantize(KernelOperation):
             named |= {f"the values of {title}": values, f"the scales of {title}": scales}
         blocks = {output: given[f"{output}_blocks"] for output in self.written}
         of_weights = set(blocks.values()) == {"tile"} and not gated
-        dims = {"rows": (1,), "factors": (1,)}
+        dims = {"rows": (1,), "factors": (1,), "gradient": (2,)}
         device = checks.check_tensors(self.name, named, dims, (2, 3) if of_weights else (2,), ())
         x = named["x"]
         if x.dtype not in INPUTS:
@@ -115,12 +126,17 @@ class Quantize(KernelOperation):
         rows = source_rows if index is None else index.shape[0]
         factors = named.get("factors")
         if factors is not None:
-            check_factors(factors, rows, use_ue8m0)
+            check_factors(factors, rows, use_ue8m0 and self.written == ("plain",))
         if gated and columns % 2:
             raise InvalidInputError(
                 f"x must have an even number of columns if gated: two halves, but it is {shape_of(x)}."
             )
-        columns = columns // 2 if gated else columns
+        gradient = named.get("gradient")
+        if gradient is not None:
+            if given["rows"] is not None or given["factors"] is not None:
+                raise InvalidInputError("rows and factors must be None with a gradient.")
+            _check_gradient(gradient, x, gated)
+        columns = columns // 2 if gated and gradient is None else columns
         for output in self.written:
             _check_output(self.titles[output], output == "transposed", named, groups, rows, columns, blocks[output])
         if checks.is_fake(named.values()):
@@ -129,6 +145,7 @@ class Quantize(KernelOperation):
             checks.check_sizes(name, named[name])
         if x.numel():
             named["x"] = rows_in_memory(x)
+            named |= {"gradient": rows_in_memory(gradient, "gradient")} if gradient is not None else {}
         self._check_places(named)
         if 0 in (*groups, rows, columns):
             return None
@@ -144,6 +161,7 @@ class Quantize(KernelOperation):
             source_rows=None if index is None else source_rows,
             factors=factors is not None,
             groups=math.prod(groups),
+            gradient=gradient is not None,
         )
         return QuantizeOperands(dict(zip(self.operands, named.values(), strict=True)), device, spec)
 
@@ -169,9 +187,14 @@ class Quantize(KernelOperation):
         source = x.tensors["x"].detach()
         if "rows" in x.tensors:
             source = gathered_rows(source, x.tensors["rows"])
-        if x.spec.gated:
+        if x.spec.gradient:
+            source = silu_gradient(source, x.tensors["gradient"].detach())
+        elif x.spec.gated:
             left, right = source.float().chunk(2, dim=1)
             source = silu(left) * right
+        multiplies_rows = "factors" in x.tensors and len(self.written) == 2
+        if multiplies_rows:
+            source = (source.float() * x.tensors["factors"][:, None]).to(source.dtype)
         epsilon = struct.unpack("<f", struct.pack("<I", x.spec.epsilon))[0]
         with torch.inference_mode():
             for prefix, blocks in (("", x.spec.plain), ("t_", x.spec.transposed)):
@@ -181,22 +204,23 @@ class Quantize(KernelOperation):
                 matrices = (each if each.dim() > 2 else each[None] for each in (source, *out))
                 for matrix, out_values, out_scales in zip(*matrices, strict=True):
                     values, scales = cast_blocks(matrix, *_BLOCK[blocks], x.spec.power_of_two, epsilon)
-                    if "factors" in x.tensors:
+                    if "factors" in x.tensors and not multiplies_rows:
                         scales = scales * x.tensors["factors"][:, None]
                     found = (values.t(), scales.t()) if prefix else (values, scales)
                     out_values.copy_(found[0].view(torch.uint8))
                     out_scales.copy_(found[1])
 
 
-def rows_in_memory(x: Tensor) -> Tensor:
+def rows_in_memory(x: Tensor, name: str = "x") -> Tensor:
     """x, or a copy if its rows repeat one element, as those of an expanded gradient do. Refuses other strides."""
     if x.shape[-1] == 1 or x.stride(-1) == 1:
         return x
     if x.stride(-1) == 0:
         return x.detach().contiguous()
     raise InvalidInputError(
-        f"x must be row-major (stride 1 along its last dimension), but it is {shape_of(x)} with strides {x.stride()}. "
-        "Pass x.contiguous(), or to cast a transpose without a copy, pass x.t() to columns or blocks_transposed."
+        f"{name} must be row-major (stride 1 along its last dimension), but it is {shape_of(x)} with strides "
+        f"{x.stride()}. Pass {name}.contiguous(), or to cast a transpose without a copy, pass {name}.t() to columns or "
+        "blocks_transposed."
     )
 
 
@@ -232,6 +256,16 @@ def check_factors(factors: Tensor, rows: int, use_ue8m0: bool) -> None:
         raise InvalidInputError(
             "factors must be None if use_ue8m0 is True: scales times factors are no powers of two. Leave use_ue8m0 "
             "False, or multiply the result of the GEMM."
+        )
+
+
+def _check_gradient(gradient: Tensor, x: Tensor, gated: bool) -> None:
+    if not gated:
+        raise InvalidInputError("gated must be True with a gradient, which is that of silu(left half) * right half.")
+    wanted = x.shape[0], x.shape[1] // 2
+    if gradient.dtype != x.dtype or tuple(gradient.shape) != wanted:
+        raise InvalidInputError(
+            f"gradient must be {x.dtype} {wanted} for x {shape_of(x)}, but it is {gradient.dtype} {shape_of(gradient)}."
         )
 
 
@@ -289,8 +323,8 @@ def empty_scales(
     return torch.empty_strided((lines, steps), (1, max(1, lines + -lines % 4)), dtype=torch.float32, device=device)
 
 
-_CHOSEN: tuple[tuple[str, ...], ...] = ((), ("rows",), ("factors",), ("rows", "factors"))
-plain = make_entry(*(Quantize(["plain"], chosen) for chosen in _CHOSEN))
-transposed, both = make_entry(Quantize(["transposed"])), make_entry(Quantize(["plain", "transposed"]))
-"""Arguments: x, the index of rows and the factors or None (plain only), one or two outputs, the blocks of each,
-use_ue8m0, epsilon, gated."""
+plain, transposed, both = (
+    make_entry(*(Quantize(written, chosen) for chosen in choices)) for written, choices in _CHOSEN.items()
+)
+"""Arguments: x; the index of rows and the factors, or None (not of transposed); the gradient of gate and up or None (of
+both); one or two outputs, the blocks of each, use_ue8m0, epsilon, gated."""

@@ -37,6 +37,13 @@ def silu(x: Tensor) -> Tensor:
     return (wide * torch.sigmoid(wide)).to(x.dtype)
 
 
+def silu_gradient(both: Tensor, d: Tensor) -> Tensor:
+    """The gradient of gate and up (rows, 2 * n), given the gradient d (rows, n) of silu(gate) * up, in float32."""
+    (gate, up), d = both.double().chunk(2, dim=1), d.double()
+    sigmoid = torch.sigmoid(gate)
+    return torch.cat([d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * gate * sigmoid], dim=1).float()
+
+
 def gelu(x: Tensor) -> Tensor:
     """torch's with ``approximate="tanh"``. It is written as a sigmoid, since 1 + tanh cancels."""
     wide = x.double()

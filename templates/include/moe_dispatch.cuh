@@ -34,6 +34,17 @@ struct MoeDispatch {
 
   DG_DEVICE void run(Shared& shared) const {
     const u32 thread = threadIdx.x, first = split(blockIdx.x), last = split(blockIdx.x + 1);
+    count(shared, first);
+    find_first_rows(shared);
+    __syncthreads();
+    if (thread < 32) place(shared, first * top_k, last * top_k);
+    __syncthreads();
+    write(first, last);
+  }
+
+ protected:
+  DG_DEVICE void count(Shared& shared, u32 first) const {
+    const u32 thread = threadIdx.x;
     for (u32 e = thread; e < experts; e += kThreads) shared.before[e] = shared.rest[e] = 0;
     wait_for_previous_kernel();
     allow_next_kernel();
@@ -44,14 +55,8 @@ struct MoeDispatch {
       if (e < experts) atomicAdd(choice < first * top_k ? &shared.before[e] : &shared.rest[e], 1u);
     }
     __syncthreads();
-    find_first_rows(shared);
-    __syncthreads();
-    if (thread < 32) place(shared, first * top_k, last * top_k);
-    __syncthreads();
-    write(first, last);
   }
 
- private:
   // The first token of a CTA.
   DG_DEVICE u32 split(u32 cta) const { return static_cast<u32>(static_cast<u64>(from.rows) * cta / gridDim.x); }
 

@@ -47,6 +47,15 @@ DG_DEVICE void load_sixteen(const u8* at, bool exist, u32* words) {
       : "l"(at), "r"(static_cast<u32>(exist)));
 }
 
+// Two elements as a word, the first in the lower half.
+template <u32 kTarget>
+DG_DEVICE u32 to_pair(float low, float high) {
+  u32 packed;
+  if constexpr (kTarget == kSourceBf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
 // Eight bytes of a row, or only the first `exist` of them at the row's end.
 DG_DEVICE void store_some(u8* at, bool wide, u32 exist, u32 low, u32 high) {
   if (wide && exist >= 8) {

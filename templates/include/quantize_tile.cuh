@@ -1,6 +1,6 @@
 // Casts a matrix to FP8 with scales of columns or of tiles of 128 x 128, or writes the cast of its transpose.
 #pragma once
-#include "quantize.cuh"
+#include "silu_gradient.cuh"
 
 // The elements of a 128 x 128 tile that share a scale: a row, a column, or the whole tile. kNothingShared: no output.
 enum Shared : u32 { kNothingShared, kRow, kColumn, kTileShared };
@@ -9,8 +9,11 @@ enum Shared : u32 { kNothingShared, kRow, kColumn, kTileShared };
 // through shared memory; 128 threads compute a column's scale each. The transposed tile is staged there in words of four rows;
 // the words of column c are swizzled (word XOR 2 (c / 8)), so that the threads of a warp write to and read from all banks.
 //
-// With kGated the input has twice as many columns, and silu(left half) * right half is cast.
-template <u32 kSource, u32 kPlain, u32 kTransposed, bool kGated, u32 kThreads>
+// With kGated the input has twice as many columns, and silu(left half) * right half is cast; or with kGradient the input's gradient,
+// given that of the product. With kGathered, rows are those of an index; with kFactored they are multiplied by a factor each, and
+// rounded to the input's type.
+template <u32 kSource, u32 kPlain, u32 kTransposed, bool kGated, u32 kThreads, bool kGathered = false, bool kFactored = false,
+          bool kGradient = false>
 struct QuantizeTile {
   enum : u32 { kTile = 128, kWarps = kThreads / 32, kRows = kTile * 16 / kThreads, kQuads = kTile / 4 };
   enum : bool { kColumns = kPlain == kColumn || kTransposed == kColumn };
@@ -27,7 +30,7 @@ struct QuantizeTile {
   };
 
   static DG_DEVICE void run(const QuantizedInput& from, u32 band, const ScaleRule& rule, const QuantizedOutput& plain,
-                            const QuantizedOutput& transposed, Shared& shared) {
+                            const QuantizedOutput& transposed, Shared& shared, const GradientInput& gradient = {}) {
     const TilePlace tile(band);
     const u32 thread = threadIdx.x, warp = thread / 32, lane = thread % 32, part = thread % 16, group = thread / 16;
     const u32 first_row = tile.row * kTile, first_column = tile.column * kTile;
@@ -36,7 +39,9 @@ struct QuantizeTile {
     Elements v[kRows];
     wait_for_previous_kernel();
     allow_next_kernel();
-    load_rows<kSource, kGated, false, kRows>(from, row, column, v);
+    if constexpr (kGradient) load_silu_gradient<kSource, kRows>(from, gradient, row, column, v);
+    else load_rows<kSource, kGated, kGathered, kRows>(from, row, column, v);
+    if constexpr (kFactored) multiply(from, row, v);
 
     if constexpr (kColumns) {
       u32 largest[kWords];
@@ -129,6 +134,19 @@ struct QuantizeTile {
   }
 
  private:
+  static DG_DEVICE void multiply(const QuantizedInput& from, u32 row, Elements (&v)[kRows]) {
+#pragma unroll
+    for (u32 r = 0; r < kRows; ++r) {
+      const float factor = row + r < from.rows ? from.factors[row + r] : 0.0f;
+#pragma unroll
+      for (u32 i = 0; i < kWords; ++i) {
+        if constexpr (Elements::kPacked)
+          v[r].words[i] = to_pair<kSource>(__fmul_rn(v[r].get(2 * i), factor), __fmul_rn(v[r].get(2 * i + 1), factor));
+        else v[r].words[i] = __float_as_uint(__fmul_rn(v[r].get(i), factor));
+      }
+    }
+  }
+
   // The largest magnitude of a column among a warp's rows.
   static DG_DEVICE u32 column_magnitude(const Shared& shared, u32 warp, u32 column) {
     if constexpr (Elements::kPacked) return reinterpret_cast<const u16*>(shared.columns[warp])[column];

@@ -17,15 +17,6 @@ struct RowsOutput {
   ScaleRule rule;
 };
 
-// Two elements as a word, the first in the lower half.
-template <u32 kTarget>
-DG_DEVICE u32 to_pair(float low, float high) {
-  u32 packed;
-  if constexpr (kTarget == kSourceBf16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
-
 // A thread's place in the tile of its CTA. A row has kLanes threads, which have kChunks runs of eight columns each. With kAligned,
 // all rows begin at multiples of 16 bytes and have a multiple of eight columns. Otherwise elements are read and written singly.
 template <u32 kSource, u32 kTarget, bool kAligned, u32 kTileRows, u32 kTileColumns, u32 kThreads>

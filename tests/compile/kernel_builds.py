@@ -249,7 +249,8 @@ def kept_operands(code: str) -> Iterator[tuple[str, str]]:
 
 STATIC_SHARED = {
     "transpose_scales": 32 * 65 * 4, "copy_rows": 64 * 66 * 2, "transpose_bytes": 128 * 128, "k_group_maps": 128,
-    "paged_mqa_logits_metadata": 32, "moe_dispatch": 2 * 2048 * 4 + 32 * 4,
+    "paged_mqa_logits_metadata": 32, **dict.fromkeys(("moe_dispatch", "moe_route"), 2 * 2048 * 4 + 32 * 4),
+    "moe_dots": 8 * 8 * 4,
 }  # fmt: skip
 
 

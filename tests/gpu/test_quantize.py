@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import step_cases
 import torch
 from gpu_cases import DEVICE
 
@@ -13,7 +14,8 @@ import deep_gemm
 from deep_gemm import InvalidInputError, quantize
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.quantize_kernels import QUANTIZE, QuantizeFamily
-from deep_gemm.ops import cast_reference
+from deep_gemm.nn import casts
+from deep_gemm.ops import cast_reference, moe_rows
 from deep_gemm.ops.table import DTYPES
 from deep_gemm.params import TileConfig
 from deep_gemm.runtime import calls, engine
@@ -292,6 +294,36 @@ def test_gated() -> None:
         limit = turned_scales.double().cpu().repeat_interleave(128, 1)[:, :rows].t()
         assert bool(((back - exact).abs() <= exact.abs() / 15 + limit * 2.0**-9).all())
         assert float((values.cpu().float() != expected.float()).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("size", step_cases.SENT, ids=str)
+def test_tokens_of_experts(size: tuple[int, int, int, Any]) -> None:
+    given = step_cases.sent(*size[:3], DEVICE)
+    for chosen in (("x", "rows"), ("x", "rows", "factors")):
+        named = {name: given[name] for name in chosen}
+        step_cases.check_sent(casts.tokens(**named, blocks=size[3], epsilon=0.0), size[3], **named)
+
+
+@pytest.mark.parametrize("size", step_cases.GATED, ids=str)
+def test_gradients_of_gate_and_up(size: tuple[int, int]) -> None:
+    both, d = step_cases.gate_and_up(*size, DEVICE)
+    step_cases.check_gradient(step_cases.gradients(both, d), both, d)
+
+
+@pytest.mark.parametrize("sizes", [*step_cases.ROUTED, (4096, 128, 8)], ids=str)
+def test_choices_of_experts_get_rows(sizes: tuple[int, int, int]) -> None:
+    given = step_cases.routed(*sizes, DEVICE)
+    moe_rows.route(*given.values())
+    step_cases.check_routed(given)
+
+
+@pytest.mark.parametrize("sizes", [*step_cases.DOTS, (300, 8, 2048)], ids=str)
+def test_dot_products_of_rows(sizes: tuple[int, int, int]) -> None:
+    given, again = (step_cases.dots(*sizes, DEVICE) for _ in range(2))
+    for each in (given, again):
+        step_cases.compute_dots(each)
+    step_cases.check_dots(**given)
+    assert torch.equal(given["out"], again["out"])
 
 
 @pytest.mark.parametrize("use_ue8m0", [False, True])

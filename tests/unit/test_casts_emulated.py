@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import step_cases
 import torch
 from emulation import Emulated
 from gpu_fakes import FakeGpu
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from deep_gemm import fused, kernels, quantize
 from deep_gemm.arch import SM80
+from deep_gemm.nn import casts
 from deep_gemm.spec import CopySpec, Spec, TransposeBytesSpec, TransposeSpec
 
 
@@ -23,19 +25,24 @@ def flat(x: Any) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else [each for part in x or () for each in flat(part)]
 
 
-def emulated(folder: Path, spec: Spec, operands: dict[str, Tensor], backwards: bool = False) -> None:
+def emulated(
+    folder: Path, spec: Spec, operands: dict[str, Tensor], backwards: bool = False, *edits: tuple[str, str, str]
+) -> None:
     kernel = kernels.for_helper(spec, SM80)
-    Emulated(folder, kernel.params(spec, kernel.config_of(spec, SM80), SM80))(spec, operands, backwards=backwards)
+    params = kernel.params(spec, kernel.config_of(spec, SM80), SM80)
+    Emulated(folder, params, *edits)(spec, operands, backwards=backwards)
 
 
-def launched(folder: Path, call: Callable[[], Any], inputs: list[Tensor], backwards: bool) -> list[Tensor]:
+def launched(
+    folder: Path, call: Callable[[], Any], inputs: list[Tensor], backwards: bool, *edits: tuple[str, str, str]
+) -> list[Tensor]:
     """The results of a public function whose one launch is emulated."""
     with pytest.MonkeyPatch.context() as patch:
         gpu = FakeGpu(patch)
         out = flat(call())
     (made,) = gpu.launched
     known = {x.data_ptr(): x for x in (*inputs, *out)}
-    emulated(folder, made.spec, {name: known[address] for name, address in made.at.items()}, backwards)
+    emulated(folder, made.spec, {name: known[address] for name, address in made.at.items()}, backwards, *edits)
     return out
 
 
@@ -72,6 +79,50 @@ def test_casts(cast: Callable[[Tensor], Any], size: tuple[int, ...], dtype: torc
         found = launched(tmp_path / str(backwards), lambda: cast(x), [x], backwards)
         for mine, other in zip(found, exact, strict=True):
             assert torch.equal(mine.float().nan_to_num(nan=1e9), other.float().nan_to_num(nan=1e9))
+
+
+@pytest.mark.parametrize("size", step_cases.SENT, ids=str)
+def test_tokens_of_experts(size: tuple[int, int, int, Any], tmp_path: Path) -> None:
+    given = step_cases.sent(*size[:3], "cpu")
+    for chosen in (("x", "rows"), ("x", "rows", "factors")):
+        named = {name: given[name] for name in chosen}
+        call = functools.partial(casts.tokens, blocks=size[3], epsilon=0.0, **named)
+        step_cases.check_sent(call(), size[3], **named)
+        if size[3] == "column" or len(chosen) == 2:
+            found = launched(tmp_path / f"{len(chosen)}", call, list(named.values()), len(chosen) == 2)
+            step_cases.check_sent(paired(found), size[3], **named)
+
+
+@pytest.mark.parametrize("size", step_cases.GATED, ids=str)
+def test_gradients_of_gate_and_up(size: tuple[int, int], tmp_path: Path) -> None:
+    both, d = step_cases.gate_and_up(*size, "cpu")
+    step_cases.check_gradient(step_cases.gradients(both, d), both, d)
+    found = launched(tmp_path / "kernel", lambda: step_cases.gradients(both, d), [both, d], size[0] == 37)
+    step_cases.check_gradient(paired(found), both, d)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("is_of_up ? column - half : column)", "column)"),
+        ("__fsub_rn(1.0f, sigmoid), 1.0f)", "__fsub_rn(1.0f, sigmoid), 0.0f)"),
+        ("column + i >= half", "column >= half"),
+    ],
+)
+def test_a_wrong_gradient_is_seen(edit: tuple[str, str], tmp_path: Path) -> None:
+    both, d = step_cases.gate_and_up(200, 101 if "+ i" in edit[0] else 136, "cpu")
+
+    def checked() -> None:
+        edits = (("silu_gradient.cuh", *edit),)
+        found = launched(tmp_path / "kernel", lambda: step_cases.gradients(both, d), [both, d], False, *edits)
+        step_cases.check_gradient(paired(found), both, d)
+
+    with pytest.raises((AssertionError, RuntimeError)):
+        checked()
+
+
+def paired(x: list[Tensor]) -> Any:
+    return (x[0], x[1]), (x[2], x[3])
 
 
 FUNCTIONS = [

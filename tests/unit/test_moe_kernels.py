@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import step_cases
 import torch
 from emulation import Emulated
 from hypothesis import given, settings
@@ -14,7 +15,8 @@ from torch import Tensor
 from deep_gemm import kernels
 from deep_gemm.arch import SM90
 from deep_gemm.kernels.moe_kernels import GATED
-from deep_gemm.ops.moe_rows import Activate, Combine, Dispatch, most_rows
+from deep_gemm.ops import moe_rows
+from deep_gemm.ops.moe_rows import Activate, Combine, Dispatch, Dots, Route, most_rows
 
 E4M3, F32, I32, NAN = torch.float8_e4m3fn, torch.float32, torch.int32, float("nan")
 ALIGNMENT, SMS = 16, 3
@@ -123,7 +125,10 @@ def test_any_sizes(folder: Path, tokens: int, experts: int, top_k: int, sms: int
 
 
 BREAKS: dict[str, tuple[str, str]] = {
-    "choices of other tokens": ("from.rows * top_k; choice += kThreads", "last * top_k; choice += kThreads"),
+    "choices of other tokens": (
+        "choice < from.rows * top_k; choice +=",
+        "choice < split(blockIdx.x + 1) * top_k; choice +=",
+    ),
     "before": ("choice < first * top_k", "choice <= first * top_k"),
     "the alignment": ("ceil_div(count, room) * room", "count"),
     "the order of a warp": ("__popc(lower)", "0"),
@@ -203,6 +208,54 @@ def test_rows_are_added_as_the_reference_adds_them(kind: str, folder: Path) -> N
 def test_a_wrong_sum_is_seen(edit: tuple[str, str], folder: Path) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         check_sums(5, 8, 272, True, folder, ("moe_combine.cuh", *edit), biased=True)
+
+
+def check_routed(sizes: tuple[int, int, int], folder: Path, *edits: tuple[str, str, str], **how: Any) -> None:
+    given = step_cases.routed(*sizes, "cpu", ALIGNMENT)
+    run(Route().check(**given), folder, *edits, **how)
+    step_cases.check_routed(given)
+
+
+@pytest.mark.parametrize("sizes", step_cases.ROUTED, ids=str)
+def test_choices_get_the_rows_of_the_reference(sizes: tuple[int, int, int], folder: Path) -> None:
+    check_routed(sizes, folder, backwards=sizes[0] == 7)
+    given = step_cases.routed(*sizes, "cpu")
+    moe_rows.route(*given.values())
+    step_cases.check_routed(given)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("e += gridDim.x)", "e += 2 * gridDim.x)"),
+        ("row < capacity;", "row + 1 < capacity;"),
+        ("row < 0 ?", "row < -1 ?"),
+        ("(blockIdx.x == 0)", "(blockIdx.x == 1)"),
+    ],
+)
+def test_a_wrong_row_is_seen(edit: tuple[str, str], folder: Path) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_routed((40, 40, 4), folder, ("moe_route.cuh", *edit))
+
+
+def check_dots(sizes: tuple[int, int, int], folder: Path, *edits: tuple[str, str, str]) -> None:
+    given = step_cases.dots(*sizes, "cpu")
+    run(Dots().check(**given), folder, *edits)
+    step_cases.check_dots(**given)
+
+
+@pytest.mark.parametrize("sizes", step_cases.DOTS, ids=str)
+def test_dot_products_are_those_of_float64(sizes: tuple[int, int, int], folder: Path) -> None:
+    wanted = step_cases.dots(*sizes, "cpu")
+    step_cases.compute_dots(wanted)
+    step_cases.check_dots(**wanted)
+    check_dots(sizes, folder)
+
+
+@pytest.mark.parametrize("edit", [("at[i] >= 0,", "true,"), ("i < kWarps; ++i)", "i < 1; ++i)")])
+def test_a_wrong_dot_product_is_seen(edit: tuple[str, str], folder: Path) -> None:
+    with pytest.raises((AssertionError, RuntimeError)):
+        check_dots((5, 8, 272), folder, ("moe_dots.cuh", *edit))
 
 
 def activated(function: str, fp8: bool, biased: bool, masked: bool, columns: int) -> list[Tensors]:

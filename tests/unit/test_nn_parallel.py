@@ -192,9 +192,8 @@ WITHOUT = {
     *("fp8_mqa_logits", "fp8_paged_mqa_logits", "get_paged_mqa_logits_metadata", "tf32_hc_prenorm_gemm"),
     *("fp8_linear", "fp8_linear_backward", "k_grouped_fp8_gemm_contiguous"),
     *(
-        "fp8_moe",
-        "fp8_fp4_moe",
-        "bf16_fp4_moe",
+        *("fp8_moe", "fp8_fp4_moe", "bf16_fp4_moe"),
+        *("moe_combine", "moe_dots", "moe_route"),
     ),  # their rows of tokens and their experts are indices into whole tensors
     *(f"m_grouped_{kind}_fp4_gemm_contiguous" for kind in ("fp8", "bf16")),  # pieces of N and K are not divided
 }
