@@ -68,8 +68,8 @@ IN_TURN = (2, 4)
 _AHEAD = 32768
 """Bytes of B that a CTA prefetches while sizes are read."""
 
-_MOST_EVICTED = 200_000_000
-"""Bytes of B up to which it is loaded with evict-first; see `evict_first`."""
+_MOST_EVICTED, _EVICT_START_B = 250_000_000, 4
+"""Bytes of B up to which it is loaded with evict-first, and the bit of a launch for first tiles; see `evict_first`."""
 
 
 def segments(grouping: str, groups: int) -> int:
@@ -90,20 +90,28 @@ def table_bytes(grouping: str, entries: int) -> int:
     return align(((4 if labels else 3) * entries + 1) * 4 + (_CHUNK_BYTES if labels else 0), 128)
 
 
-def order(config: GemmConfig, n: int, skips: bool, ahead: int) -> Sequence[int]:
-    """The kernel's argument ``raster``: columns of tiles, whether padding is skipped, blocks of B that are prefetched,
-    and what it divides by."""
+def order(config: GemmConfig, n: int, skips: bool, ahead: int = 0, pace: int = 0) -> Sequence[int]:
+    """The kernel's argument ``raster``: columns of tiles, whether padding is skipped, blocks of B that are prefetched
+    and their `pace`, and what it divides by."""
     columns = ceil_div(n, config.block_n)
     if columns > MOST_COLUMNS:
         raise UnsupportedError(f"N = {n} is more than {MOST_COLUMNS} tiles of {config.block_n} columns.")
-    return [columns, int(skips), ahead, *divisor(columns), *divisor(columns * _STRIP)]
+    return [columns, int(skips), ahead, pace, *divisor(columns), *divisor(columns * _STRIP)]
 
 
 def blocks_ahead(spec: GemmSpec, config: GemmConfig) -> int:
-    """Blocks of B that are prefetched while sizes are read, if groups are expected to have one row of tiles each."""
+    """Blocks of B that are prefetched while sizes are read. With masked groups only if each is expected to have one row
+    of tiles."""
+    if spec.grouping == "masked" and not is_low(spec, config):
+        return 0
     row_bytes = config.block_k * _BYTES[spec.b.dtype]
-    blocks = min(_AHEAD // (config.block_n * row_bytes), ceil_div(spec.k, config.block_k))
-    return blocks if is_low(spec, config) else 0
+    return min(_AHEAD // (config.block_n * row_bytes), ceil_div(spec.k, config.block_k))
+
+
+def pace(spec: GemmSpec, config: GemmConfig) -> int:
+    """65536 divided by the rows of tiles that a group has if all have as many, or by one if that is less."""
+    rows = expected(spec, config).m // config.block_m
+    return ceil_div(min(rows, spec.groups) << 16, rows)
 
 
 def is_low(spec: GemmSpec, config: GemmConfig) -> bool:
@@ -145,11 +153,13 @@ def expected(spec: GemmSpec, config: GemmConfig) -> GemmSpec:
 
 
 def evict_first(spec: GemmSpec, config: GemmConfig) -> int:
-    """The operands that are loaded with evict-first, as in `loads.evict_first`: B if masked groups have one row of
-    tiles each, even with twice the expected rows, and not too many bytes. L2 then keeps what others wrote, instead of
-    writing it back while B is read (docs/measurements/rules.md)."""
-    weights = spec.groups * spec.n * spec.k * _BYTES[spec.b.dtype]
-    return int(is_low(spec, config) and weights <= _MOST_EVICTED)
+    """The operands that are loaded with evict-first, as in `loads.evict_first`: B if it has not too many bytes. L2 then
+    keeps what others wrote, instead of writing it back while B is read (docs/measurements/rules.md). Of masked groups B
+    has the policy if each has one row of tiles, even with twice the expected rows. In other forms only B of each CTA's
+    first tile has it: CTAs start together, so several rows of tiles read it at the same time."""
+    if spec.groups * spec.n * spec.k * _BYTES[spec.b.dtype] > _MOST_EVICTED:
+        return 0
+    return int(is_low(spec, config)) if spec.grouping == "masked" else _EVICT_START_B
 
 
 def a_rows(grouping: str, dtype: str, config: GemmConfig) -> int:
@@ -166,7 +176,7 @@ def along_m_values(spec: GemmSpec, config: GemmConfig, strides: Strides) -> dict
         "last_rows": config.block_m,
         "last_columns": config.block_n,
         "groups": spec.groups,
-        "raster": order(config, spec.n, skips_padding(spec, config), blocks_ahead(spec, config)),
+        "raster": order(config, spec.n, skips_padding(spec, config), blocks_ahead(spec, config), pace(spec, config)),
         "d_stride": strides["d"][0],
         "alignment": spec.alignment,
         "evict_first": evict_first(spec, config),

@@ -236,11 +236,14 @@ struct GemmKernel {
         prefetch_maps();
         if constexpr (Scales::kLoads) tma_prefetch_map(arg.map_scale_a);
       }
-      if constexpr (kByRows && !B::kAlongRows) {
-        if (warp == kConsumers * 4) prefetch_ahead();
-      }
+      const auto prefetch = [&] {
+        if constexpr (kByRows && !B::kAlongRows)
+          if (warp == kConsumers * 4) prefetch_ahead();
+      };
+      // There are many labels, which would wait for these blocks of B.
+      if constexpr (Layout::kGrouping != kIndex) prefetch();
       wait_for_previous_kernel();
-      Layout::Table::build(arg, shared + Layout::kOffsetGroups, m());  // ends with a barrier of the CTA
+      Layout::Table::build(arg, shared + Layout::kOffsetGroups, m(), prefetch);  // ends with a barrier of the CTA
     }
     if (threadIdx.x >= kConsumers * 128) {
       Scheduler first;  // the first tile
@@ -319,13 +322,23 @@ struct GemmKernel {
 
   // Prefetches blocks of B of the tile that is probably this CTA's first (see GroupRaster).
   DG_DEVICE void prefetch_ahead() const {
-    const u32 group = arg.raster->column.quotient(blockIdx.x), tile = blockIdx.x - group * arg.raster->columns;
+    const u32 guess = blockIdx.x * arg.raster->pace >> 16;
+    const u32 group = arg.raster->column.quotient(guess), tile = guess - group * arg.raster->columns;
     if (arg.raster->ahead > 0 && group < arg.groups && elect_one()) {
 #pragma unroll 1
       for (u32 step = 0; step < arg.raster->ahead; ++step)
         B::prefetch(arg.map_b, step * kBlockK, group * B::rows(n()) + tile * (Layout::kBlockN / B::kHalves));
     }
     __syncwarp();
+  }
+
+  // Whether a tile's B is loaded with evict-first.
+  DG_DEVICE bool evicts_b(const Scheduler& tile) const {
+    if constexpr (kByRows) {
+      return arg.evict_first & (tile.index < gridDim.x ? kEvictB | kEvictStartB : +kEvictB);
+    } else {
+      return arg.evict_first & kEvictB;
+    }
   }
 
   // Two threads, each in its own warp, load B and A into the stages in order. A third one loads scales, if there are any (see
@@ -338,7 +351,7 @@ struct GemmKernel {
       const auto from = b(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
       B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& each_box, auto... rarely) {
-        with_policy(arg.evict_first & kEvictB, [&](auto... policy) {
+        with_policy(evicts_b(tile), [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
             barriers.take_part(stage);

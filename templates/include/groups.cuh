@@ -38,13 +38,17 @@ DG_DEVICE int load_label(const int* from) {
 // With `skips`, padding after a group's rows is neither loaded nor multiplied where consumers have nothing else of a tile. Such tiles
 // take less time, so CTAs that share columns of B drift apart (see kernels/groups.py).
 //
-// While sizes of groups are being read, `ahead` blocks of B are prefetched of the tile that this CTA has first if every group has
-// one row of tiles.
+// While sizes of groups are being read, `ahead` blocks of B are prefetched of the tile that this CTA has first if all groups have as
+// many rows of tiles. `pace` is 65536 divided by that number.
 struct GroupRaster {
-  u32 columns, skips, ahead;  // `columns`: tiles in a row of tiles
+  u32 columns, skips, ahead, pace;  // `columns`: tiles in a row of tiles
   Divisor column, strip;
 };
 enum : u32 { kStrip = 16, kStripShift = 4 };
+
+struct DoNothing {
+  DG_DEVICE void operator()() const {}
+};
 
 // Where groups lie in A and D, in the shared memory of a CTA, as a list of segments: consecutive rows of one group that begin at a
 // multiple of the tile's height. The words are
@@ -64,11 +68,12 @@ struct GroupTable {
   enum : u32 { kBytes = ceil_div(kLabels + (kGrouping == kIndex ? kChunk * 4 : 0), 128) * 128 };
   static_assert((kSegments & (kSegments - 1)) == 0 && kSegments >= 32);
 
-  // Called by all threads of the CTA. `rows` is M, or for kMasked the rows of each group.
-  template <class Arguments>
-  static DG_DEVICE void build(const Arguments& arg, u32 shared, u32 rows) {
+  // Called by all threads of the CTA. `rows` is M, or for kMasked the rows of each group. For kIndex each warp calls `meanwhile` while
+  // it waits for its first labels.
+  template <class Arguments, class Meanwhile = DoNothing>
+  static DG_DEVICE void build(const Arguments& arg, u32 shared, u32 rows, const Meanwhile& meanwhile = {}) {
     if constexpr (kGrouping == kIndex) {
-      find_runs(arg, shared, rows);
+      find_runs(arg, shared, rows, meanwhile);
     } else {
       for (u32 group = threadIdx.x; group < arg.groups; group += kThreads)
         store_word(shared + kLast + group * 4, static_cast<u32>(load_label(arg.layout + group)));
@@ -128,11 +133,12 @@ struct GroupTable {
 
   // A row of tiles has the largest label of its rows: padding may come first. Runs of rows of tiles with one label are segments,
   // and those of padding alone are left out.
-  template <class Arguments>
-  static DG_DEVICE void find_runs(const Arguments& arg, u32 shared, u32 rows) {
+  template <class Arguments, class Meanwhile>
+  static DG_DEVICE void find_runs(const Arguments& arg, u32 shared, u32 rows, const Meanwhile& meanwhile) {
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = ceil_div(rows, kBlockM);
     u32 segments = 0, total = 0;
     int before = -1;  // the label of the row of tiles before this warp's
+    if (warp >= tiles) meanwhile();
     for (u32 first = 0; first < tiles; first += kChunk) {
       const u32 count = min_of(kChunk, tiles - first);
 #pragma unroll 1
@@ -147,6 +153,7 @@ struct GroupTable {
               labels[i][j] = j * 32 + lane < kBlockM && from + j * 32 < rows ? load_label(arg.layout + from + j * 32) : -1;
           }
         }
+        if (first + at < kWarps) meanwhile();
 #pragma unroll
         for (u32 i = 0; i < kTogether; ++i) {
           if (at + i * kWarps < count) {

@@ -38,8 +38,8 @@ DG_DEVICE void tma_load(u32 destination, const TensorMap* map, u32 barrier, u32 
       ::"r"(destination), "l"(map), "r"(barrier), "r"(x), "r"(y), "l"(policy) : "memory");
 }
 
-// Bits of a launch's `evict_first`: the operands that have this policy.
-enum EvictFirst : u32 { kEvictB = 1, kEvictD = 2 };
+// Bits of a launch's `evict_first`: the operands that have this policy. kEvictStartB: B of each CTA's first tile.
+enum EvictFirst : u32 { kEvictB = 1, kEvictD = 2, kEvictStartB = 4 };
 
 // Prefetches a box into L2. This is safe while another kernel still writes it: all writes of a GPU go through L2.
 DG_DEVICE void tma_prefetch(const TensorMap* map, u32 x, u32 y) {

@@ -405,8 +405,8 @@ def test_a_launch_has_the_numbers_that_locate_a_tile(n: int, block_n: int, index
     order = groups.order(B16_K_GROUPED.config(128, block_n), n, True, 0)
     columns = ceil_div(n, block_n)
     assert order[0] == columns
-    assert quotient(index, tuple(order[3:6])) == index // columns
-    assert quotient(index, tuple(order[6:9])) == index // (STRIP * columns)
+    assert quotient(index, tuple(order[4:7])) == index // columns
+    assert quotient(index, tuple(order[7:10])) == index // (STRIP * columns)
 
 
 @settings(max_examples=30, deadline=None)
@@ -482,9 +482,32 @@ def test_padded_rows_are_not_padded_again(sizes: list[int], form: str) -> None:
         ("masked", 6, 20, 7168, 0),  # 264 MB
         ("masked", 32, 20, 2048, 0),
         ("masked", 6, 100, 2048, 0),  # two rows of tiles read B
-        ("contiguous", 6, 20, 2048, 0),
+        ("contiguous", 6, 20, 2048, 4),  # of each CTA's first tile
+        ("contiguous_psum", 6, 1000, 2048, 4),
+        ("contiguous", 6, 20, 7168, 0),
     ],
 )
-def test_weights_that_are_read_once_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
+def test_few_weights_leave_l2_first(form: str, count: int, rows: int, k: int, evicted: int) -> None:
     spec = grouped_spec(form, 4096, k, count, rows)
     assert groups.evict_first(spec, B16_K_GROUPED.config(64, 128)) == evicted
+
+
+@pytest.mark.parametrize(
+    ("form", "rows", "ahead", "high"),
+    [
+        ("masked", 20, 4, 1),
+        ("masked", 200, 0, 2),  # nothing is prefetched
+        ("contiguous", 384, 4, 3),
+        ("contiguous_psum", 640, 4, 5),
+        ("contiguous", 64, 4, 1),  # as many rows of tiles as half of the groups
+    ],
+)
+def test_weights_are_prefetched_of_the_tile_that_a_cta_has_first(form: str, rows: int, ahead: int, high: int) -> None:
+    """If all groups have as many rows of tiles, ``high``."""
+    spec = grouped_spec(form, 8 * rows if form != "masked" else 4096, 2048, 8, rows)
+    config = B16_K_GROUPED.config(128, 128)
+    assert groups.blocks_ahead(spec, config) == ahead
+    columns, pace = ceil_div(spec.n, 128), groups.pace(spec, config)
+    for cta in range(132):
+        group, inside = divmod(cta, high * columns)
+        assert cta * pace >> 16 == group * columns + inside // high
