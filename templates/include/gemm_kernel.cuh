@@ -332,15 +332,6 @@ struct GemmKernel {
     __syncwarp();
   }
 
-  // Whether a tile's B is loaded with evict-first.
-  DG_DEVICE bool evicts_b(const Scheduler& tile) const {
-    if constexpr (kByRows) {
-      return arg.evict_first & (tile.index < gridDim.x ? kEvictB | kEvictStartB : +kEvictB);
-    } else {
-      return arg.evict_first & kEvictB;
-    }
-  }
-
   // Two threads, each in its own warp, load B and A into the stages in order. A third one loads scales, if there are any (see
   // Layout::Scales). Loads of constant weights do not wait for the previous kernel.
   DG_DEVICE void load_weights(Scheduler tile) const {
@@ -351,14 +342,19 @@ struct GemmKernel {
       const auto from = b(tile);
       if constexpr (Layout::kMapsOfGroups) tma_acquire_map(from.map);
       B::with_boxes(from, weights_row(tile), part_b(), [&](const auto& each_box, auto... rarely) {
-        with_policy(evicts_b(tile), [&](auto... policy) {
+        const auto fill = [&](auto... policy) {
           if (arg.early_stages == 0) wait_for_previous_kernel();
           barriers.fill(cursor, steps(tile, order), [&](u32 step, u32 stage) {
             barriers.take_part(stage);
             load<(kClusterM > 1)>(each_box, sharing, Layout::kOffsetB + stage * B::kBytes, stage, weights_k(tile, order, step),
                                   product(tile, order, step), policy...);
           }, EarlyLoads<(B::kBytes), (A::kBytes)>(arg.early_stages));
-        }, rarely...);
+        };
+        if constexpr (kByRows) {
+          with_policy(arg.evict_first & (tile.index < gridDim.x ? kEvictB | kEvictStartB : +kEvictB), fill, rarely...);
+        } else {
+          with_policy(arg.evict_first & kEvictB, fill, rarely...);
+        }
       });
     }
     if constexpr (kClusterM * kClusterN > 1) barriers.drain(cursor);
