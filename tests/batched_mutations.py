@@ -18,11 +18,11 @@ KERNELS: dict[str, KernelParams] = {
     "heads": case(FP8_HEADS, 128, 128, (1, 1), 2, 2),
     "heads direct": case(FP8_HEADS, 64, 64, (1, 1), 2, 2, store="direct"),
     "sum": case(B16_SUMMED, 64, 64, (1, 1, 4), adds_c="tma"),
-    "parts": case(B16_SUMMED, 128, 128, (1, 1, 4), 1, True, adds_c="threads"),
-    "parts of one CTA": case(B16_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
+    "parts": case(B16_SUMMED, 128, 128, (1, 1, 1), 1, True, adds_c="threads"),
+    "parts of one consumer": case(B16_SUMMED, 64, 128, (1, 1, 1), 1, True, output="bf16"),
 }
 
-PARTS = ("parts", "parts of one CTA")
+PARTS = ("parts", "parts of one consumer")
 FP8 = tuple(name for name in KERNELS if name.startswith("fp8"))
 FP8_STAGED, FP8_SWAPPED = ("fp8", "fp8 pair"), ("fp8 swapped", "fp8 swapped direct")
 
@@ -58,11 +58,11 @@ MUTATIONS = [
         "rank_k()", PARTS),
     Mutation("leave out blocks of K that cannot be dealt out evenly", "order.cuh", "length(share + (rank < more))",
         "length(share)", ("sum", "parts")),
-    Mutation("leave out the first part's sums", "parts_in_order.cuh",
-        "for (u32 first = 0; first < gridDim.y; first += kTogether)",
-        "for (u32 first = 1; first < gridDim.y; first += kTogether)", PARTS),
-    Mutation("read this part's sums for each part", "parts_in_order.cuh", "sums + (first + i) * part_bytes",
+    Mutation("leave out the first part's sums", "parts_together.cuh",
+        "for (u32 part = 0; part < gridDim.y; part += kParts)", "for (u32 part = 1; part < gridDim.y; part += kParts)",
+        PARTS),
+    Mutation("read this part's sums for each part", "parts_together.cuh", "sums + part * part_bytes",
         "sums + blockIdx.y * part_bytes", PARTS),
-    Mutation("add no C to the sums of all parts", "b16_gemm.cuh", "total[i] = __fadd_rn(total[i], before[i]);",
-        "total[i] = __fadd_rn(total[i], 0.0f);", ("parts",)),
+    Mutation("add no C to the sums of all parts", "parts_together.cuh", "__fadd_rn(total[j][k], last[j][k]);",
+        "__fadd_rn(total[j][k], 0.0f);", ("parts",)),
 ]  # fmt: skip

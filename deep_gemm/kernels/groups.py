@@ -1,5 +1,5 @@
 """Grouped GEMMs: the table of groups in a CTA's shared memory, and the order of tiles (see ``groups.cuh``); and parts
-of K of products that are summed (see ``parts_in_order.cuh``)."""
+of K of products that are summed (see ``parts_in_order.cuh`` and ``parts_together.cuh``)."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _CHUNK_BYTES = 1024
 MOST_SUMS = 128 * 128
 """Sums of a part of K that a CTA writes to memory, at most. So memory of one size is enough for every config."""
 
-_WARPS = 8
-"""Warps of a CTA that write them, at most. Each has a word that counts parts."""
+_WORD_BYTES = 128
+"""Memory of the word that counts a tile's parts, which are two or more: so tiles are half of the SMs at most."""
 
 _LEAST_BLOCKS = 4
 """Blocks of K in a part of a product with swapped operands: what a part costs beside them is little then."""
@@ -56,6 +56,9 @@ there are several. Then they take one CTA on each SM. Their meeting takes longer
 were slower than one on an H200 in five shapes of five."""
 _MEETING_US = 1.2
 """What parts of products with few rows take to meet in memory: 1.1 to 1.5 us on an H200."""
+_SUMS_MEET_US, _SUM_US, _PART_US, _ALONE = 1.1, 1e-4, 0.12, 2.0
+"""What parts of summed products take to meet, to write one of a CTA's sums, and to add a part to some, on an H200; and
+how much a byte counts that each CTA reads from L2. Of the times of 63 configs on 18 sizes, see serving.B16_SUMMED."""
 _MOST_PARTS = 255
 """Parts that are counted in a byte."""
 
@@ -246,8 +249,9 @@ def parts(config: GemmConfig, spec: GemmSpec) -> int:
         found = min(spec.num_sms // _tiles(spec, config), blocks_of_warps, _MOST_PARTS)
         return found if found >= _LEAST_PARTS else 1
     least = _LEAST_BLOCKS if config.swap_ab else 1
-    room = int(PACKING[size] * spec.num_sms * config.ctas_per_sm / size) // _tiles(spec, config)
-    return max(1, min(room, blocks // (size * least), _MOST_PARTS))
+    tiles = ceil_div(spec.m, config.block_m * config.cluster_m) * ceil_div(spec.n, config.block_n * config.cluster_n)
+    room = int(PACKING[size] * spec.num_sms * config.ctas_per_sm / size) // tiles
+    return max(1, min(room, blocks // (config.cluster_k * least), _MOST_PARTS))
 
 
 def parts_of_k(spec: GemmSpec) -> int:
@@ -273,7 +277,7 @@ def memory_of_sums(spec: GemmSpec) -> int:
     more."""
     if spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
         return 0
-    return 128 + spec.num_sms * (_WARPS * 8 + MOST_SUMS * 4)
+    return 128 + spec.num_sms * (_WORD_BYTES // 2 + MOST_SUMS * 4)
 
 
 def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig, alone: bool) -> Features:
@@ -290,4 +294,22 @@ def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: Ge
         prologue_us=each.prologue_us + (_MEETING_US if config.swap_ab else 0.0),
         exchanges=each.exchanges + 1,
         exchanged=each.exchanged + count * config.block_m * config.block_n / config.cluster_size,
+    )
+
+
+def summed_in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
+    """`in_parts` for products that are summed. All CTAs of a tile add its parts, after they have met. CTAs that read
+    the same rows drift apart, so that L2 answers each of them alone."""
+    count = parts(config, spec)
+    whole, k = counted(spec), ceil_div(spec.k // config.block_k, count) * config.block_k
+    each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=k))
+    tiles, area, warps = _tiles(spec, config), config.block_m * config.block_n, 4 * config.num_consumers
+    together = max(1, min(4, (48 if warps > 4 else 36) // count & 6))  # pairs of a lane, see parts_together.cuh
+    rounds = ceil_div(area, 64 * together * warps * count)
+    met = _SUMS_MEET_US + area * _SUM_US + rounds * count * _PART_US
+    return each._replace(
+        traffic=max(0.0, whole.traffic + whole.first - each.first),
+        from_l2=_ALONE * _BYTES[spec.a.dtype] * spec.k * tiles * (config.block_m + config.block_n),
+        elements=0.0,
+        prologue_us=each.prologue_us + met,
     )

@@ -10,7 +10,7 @@
 #include "gemm_kernel.cuh"
 #include "b16_mainloop.cuh"
 #include "part_store.cuh"
-#include "parts_in_order.cuh"
+#include "parts_together.cuh"
 
 template <class Constants, class MmaType>
 struct B16GemmLayout {
@@ -39,8 +39,8 @@ struct B16GemmLayout {
   using Scheduler = typename SchedulerOf<Tile, Table>::Type;
   using Order = Choice<is_summed(kGrouping), EvenOrder, BlockOrder<kClusterK, 1>>;
   enum : bool { kInParts = kGrouping == kSummedInParts };
-  static_assert(!kInParts || !Tile::kTmaStore);
-  using Parts = PartsInOrder<kSlices * kColumns / 2, (kConsumers > 1 ? 128 : 64)>;  // as many as registers allow
+  static_assert(!kInParts || (!Tile::kTmaStore && kClusterM * kClusterN * kClusterK == 1));
+  using Parts = PartsTogether<kSlices * kColumns / 2, kConsumers * 4>;
   using Barriers = PipelineBarriers<kStages, kConsumers * 4, kClusterM * kClusterN>;
   using Scales = NoScales;
   enum : bool { kMapsOfGroups = false };
@@ -131,7 +131,9 @@ struct B16Gemm {
       }
     };
     wait_for_previous_kernel();  // before D is overwritten
-    if constexpr (Layout::kInParts) parts(consumer, warp, lane).open(lane);
+    if constexpr (Layout::kInParts) {
+      if (threadIdx.x == 0) typename Layout::Parts(kernel.arg.memory).open();
+    }
     Scheduler tile = kernel.tiles();
     if (!tile.valid()) return;
     u32 count = blocks_of(tile);
@@ -182,8 +184,8 @@ struct B16Gemm {
         go_on(Index<0>(), Index<0>());
         tile.advance();
         const bool more = tile.valid();
-        if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more && !Layout::kInParts);
-        if constexpr (Layout::kInParts) return add_parts(sum, row + first_row, column, split, consumer, warp, lane);
+        if constexpr (kClusterK > 1) kernel.exchange.exchange(sum, consumer, consumer, split, thread, more);
+        if constexpr (Layout::kInParts) return add_parts(sum, row, column);
         complete(sum, row, column, end, group, matrix, first_row, split, warp, lane);
         if constexpr (Tile::kTmaStore) {
 #pragma unroll
@@ -382,41 +384,29 @@ struct B16Gemm {
     });
   }
 
-  // This warp's sums that its split owns, among those of all parts of K.
-  DG_DEVICE auto parts(u32 consumer, u32 warp, u32 lane) const {
-    return typename Layout::Parts(kernel.arg.memory, Layout::kConsumers * 4, consumer * 4 + warp, lane);
-  }
-
-  // Adds the sums of all parts, and C, and stores them, if the others have theirs in memory.
-  DG_DEVICE void add_parts(Sums& sum, u32 row, u32 column, u32 split, u32 consumer, u32 warp, u32 lane) const {
+  // Adds the sums of all parts, and C, and stores them.
+  DG_DEVICE void add_parts(const Sums& sum, u32 row, u32 column) const {
     const auto& arg = kernel.arg;
-    constexpr u32 kCount = kSlices * kColumns / 2, kSome = kCount % 16 == 0 ? 16 : 8;  // sums that are read together
-    const auto all = parts(consumer, warp, lane);
-    float own[kCount];
-    each_slice(sum, split, [&](const float* from, u32 slice, u32) {
+    constexpr u32 kSums = Layout::kWidth / 2;  // of a slice
+    // Calls `use(j, place)` for those of the sums i and i + 1 of this lane in a consumer's warp that are in D; `place` is its element there.
+    const auto each = [&](u32 warp, u32 i, i64 stride, const auto& use) {
+      const u32 lane = threadIdx.x % 32, at = i % kSums;
+      const u32 y = row + (warp / 4 * kSlices + i / kSums) * 64 + warp % 4 * 16 + lane / 4 + (at & 2) * 4;
+      const u32 x = column + at / 4 * 8 + lane % 4 * 2;
 #pragma unroll
-      for (u32 i = 0; i < kColumns / 2; ++i) own[slice * kColumns / 2 + i] = from[i];
-    });
-    if (!all.close(own, lane)) return;
-#pragma unroll
-    for (u32 first = 0; first < kCount; first += kSome) {
-      const auto each = [&](const auto& use) {
-#pragma unroll
-        for (u32 i = 0; i < kSome; ++i) {
-          const u32 slice = (first + i) / (kColumns / 2), at = (first + i) % (kColumns / 2);
-          const u32 y = row + slice * 64 + warp * 16 + lane / 4 + (at & 2) * 4;
-          const u32 x = column + split * kColumns + at / 4 * 8 + lane % 4 * 2 + at % 2;
-          if (y < kernel.m() && x < kernel.n()) use(i, y, x);
-        }
-      };
-      float total[kSome], before[kSome];
-      if constexpr (Tile::kAccumulate == kReads) each([&](u32 i, u32 y, u32 x) { before[i] = Out::load(arg.c, y * arg.c_stride + x); });
-      all.add(total, first);
-      each([&](u32 i, u32 y, u32 x) {
-        if constexpr (Tile::kAccumulate == kReads) total[i] = __fadd_rn(total[i], before[i]);
-        Out::store(arg.d, y * arg.d_stride + x, total[i]);
-      });
-    }
+      for (u32 j = 0; j < 2; ++j)
+        if (y < kernel.m() && x + j < kernel.n()) use(j, y * stride + x + j);
+    };
+    typename Layout::Parts(arg.memory).add(
+        kernel.shared, [&](u32 i) { return sum[i / kSums][i % kSums]; },
+        [&](u32 warp, u32 i, float* pair) {
+          pair[0] = pair[1] = -0.0f;  // adding it changes nothing
+          if constexpr (Tile::kAccumulate == kReads)
+            each(warp, i, arg.c_stride, [&](u32 j, i64 place) { pair[j] = Out::load(arg.c, place); });
+        },
+        [&](u32 warp, u32 i, const float* pair) {
+          each(warp, i, arg.d_stride, [&](u32 j, i64 place) { Out::store(arg.d, place, pair[j]); });
+        });
   }
 
   // Element by element, for a D whose rows do not begin on 16-byte boundaries.

@@ -65,7 +65,8 @@ def test_the_kernel_is_made_of_the_instructions_it_asks_for(built: Built, kind: 
     loads = "3D" if params.grouping in ("batched", "parts", "summed") else "2D"
     assert (f"UTMASTG.{dimensions}" in text) == (not few and tma and params.adds_c != "tma")
     assert (f"UTMAREDG.{dimensions}.ADD" in text) == (params.adds_c == "tma")
-    assert ("STG.E.128" in text) == (config.parts or (tma and (rows or (few and params.output != "f32"))))
+    assert ("STG.E.128" in text) == (tma and (rows or (few and params.output != "f32")))
+    assert ("STG.E.64" in text and "LDG.E.64.STRONG.GPU" in text) == config.parts
     assert set(re.findall(r"UTMALDG\.(\dD)", text)) == {loads}
     assert (f"UTMALDG.{loads}.MULTICAST" in text) == (config.cluster_m * config.cluster_n > 1)
     assert len(re.findall(r"MEMBAR\.\S*GPU", text)) <= int(config.cluster_k > 1 or config.parts)

@@ -3,13 +3,17 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from batched_cases import DEVICE, integers, product
+from forced import nvrtc
+from headers import edited_headers
 
 import deep_gemm
+from deep_gemm.jit import Builder
 from deep_gemm.kernels.families import B16_SUMMED
 from deep_gemm.kernels.groups import parts
 from deep_gemm.ops.batched import SUM, Summed
@@ -19,19 +23,24 @@ from deep_gemm.spec import GemmSpec, ceil_div
 
 pytestmark = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 BF16 = torch.bfloat16
-TILES = [(128, 128, 4), (64, 128, 4), (128, 128, 8), (128, 64, 2), (128, 128, 1), (128, 32, 1), (256, 128, 2)]
+TILES = [(128, 128), (64, 128), (64, 64), (128, 96), (128, 32)]
 SIZES = [(1, 200, 136, 4096), (2, 128, 384, 2048), (129, 200, 136, 128), (129, 256, 256, 256), (4096, 72, 264, 64)]
 """Products, M, N, K of each."""
 
 
-def config_of(block_m: int, block_n: int, cluster: int) -> Any:
-    return B16_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True)
+Tile = tuple[int, int]
+
+
+def config_of(block_m: int, block_n: int) -> Any:
+    return B16_SUMMED.config(block_m, block_n, (1, 1, 1), 1, True)
 
 
 class Forced:
     """A sum of products, added to d, by a config, in memory of its own."""
 
-    def __init__(self, tile: tuple[int, int, int], a: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> None:
+    def __init__(
+        self, tile: Tile, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, builder: Builder | None = None
+    ) -> None:
         device = torch.cuda.current_device()
         x = Summed("bf16_bmk_bnk_mn", True).check(a=a, b=b, d=d, c=d)
         work = Summed("bf16_bmk_bnk_mn", True).launches(x, device)
@@ -39,11 +48,11 @@ class Forced:
         assert isinstance(step.spec, GemmSpec)
         assert x is not None
         config = config_of(*tile)
-        self.parts, self.cluster, self.blocks = parts(config, step.spec), tile[2], ceil_div(step.spec.k, 64)
+        self.parts, self.blocks = parts(config, step.spec), ceil_div(step.spec.k, 64)
         ((shape, dtype),) = work.scratch.values()
         self.memory = torch.empty(shape, dtype=dtype, device=DEVICE)
         at = {name: each.data_ptr() for name, each in {**x.tensors, "memory": self.memory}.items()}
-        plan = engine.forced_plan(step.spec, config, device)
+        plan = engine.forced_plan(step.spec, config, device, builder)
         addresses = {name: at[operand] for name, operand in step.operands.items()}
         self.launch = engine.launch_record(
             plan, step.strides, addresses, engine.raw_stream(device), numbers=step.numbers
@@ -51,13 +60,12 @@ class Forced:
 
     def first_block(self, part: int) -> int:
         """A part's first block of K, among those of all products."""
-        share, more = divmod(self.blocks, self.parts * self.cluster)
-        rank = part * self.cluster
-        return rank * share + min(rank, more)
+        share, more = divmod(self.blocks, self.parts)
+        return part * share + min(part, more)
 
 
 @contextmanager
-def chosen(tile: tuple[int, int, int]) -> Iterator[None]:
+def chosen(tile: Tile) -> Iterator[None]:
     """Calls take this config."""
     usual = engine.ranked_configs
 
@@ -80,7 +88,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_parts_are_added_in_their_order(tile: tuple[int, int, int]) -> None:
+def test_parts_are_added_in_their_order(tile: Tile) -> None:
     """Each part has one product other than zero, of very different sizes: another order gives other bits."""
     groups, m, n, k = 300, 200, 136, 128
     a, b = (torch.zeros(groups, rows, k, dtype=BF16, device=DEVICE) for rows in (m, n))
@@ -124,6 +132,21 @@ def test_all_parts_are_added_whatever_is_in_memory(size: tuple[int, int, int, in
             assert torch.equal(d.double(), exact + 1), (tile, forced.parts)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_the_last_part_adds_all_if_others_leave(tile: Tile, tmp_path: Path) -> None:
+    """CTAs that wait for a short time, or not at all, leave the sums to the last one."""
+    a, b = integers(300, 200, 128), integers(300, 136, 128, seed=1)
+    exact = product(a, b).sum(0)
+    for patience in (0, 1000, 4000):
+        edit = ("kPatience = 1 << 19", f"kPatience = {patience}")
+        headers = edited_headers(tmp_path / f"{patience}", "parts_together.cuh", edit)
+        d = torch.zeros(200, 136, device=DEVICE)
+        forced = Forced(tile, a, b, d, Builder(compiler=nvrtc(), include_dir=headers))
+        for _ in range(100):
+            forced.launch()
+        assert torch.equal(d.double(), 100 * exact), patience
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_repeats_give_the_same_bits(size: tuple[int, int, int, int]) -> None:
     groups, m, n, k = size
@@ -143,8 +166,8 @@ def test_repeats_give_the_same_bits(size: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_sums_on_several_streams_at_once(tile: tuple[int, int, int]) -> None:
-    """Each call has memory of its own. CTAs of several calls share the GPU, and none waits for another."""
+def test_sums_on_several_streams_at_once(tile: Tile) -> None:
+    """Each call has memory of its own. CTAs of several calls share the GPU, and none waits long for another."""
     streams = [torch.cuda.Stream() for _ in range(3)]
     operands = [(integers(129, 256, 256, seed=2 * i), integers(129, 256, 256, seed=2 * i + 1)) for i in range(3)]
     outs = [torch.zeros(256, 256, device=DEVICE) for _ in streams]
@@ -169,7 +192,7 @@ def captured(call: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_graphs_are_replayed_at_once(tile: tuple[int, int, int]) -> None:
+def test_graphs_are_replayed_at_once(tile: Tile) -> None:
     operands = [(integers(65, 200, 128, seed=2 * i), integers(65, 136, 128, seed=2 * i + 1)) for i in range(2)]
     outs = [torch.zeros(200, 136, device=DEVICE) for _ in operands]
     with chosen(tile):

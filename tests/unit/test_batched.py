@@ -19,7 +19,7 @@ from deep_gemm.kernels.families import B16_BATCHED, B16_SUMMED, FP8_BATCHED, FP8
 from deep_gemm.ops.batched import Batched
 from deep_gemm.ops.table import BMM_BF16, BMM_FP8, SUM_BF16
 from deep_gemm.settings import settings
-from deep_gemm.spec import GemmSpec, TransposeSpec, align, ceil_div
+from deep_gemm.spec import GemmSpec, TransposeSpec, ceil_div
 
 PLAIN, BHR, BHD, SUM = FORMS
 BF16 = torch.bfloat16
@@ -332,16 +332,14 @@ def test_a_sum_has_blocks_of_each_product() -> None:
     assert found["raster"][1][:3] == (*divmod(129 * 2, 4), 2)
 
 
-PARTS = [  # products, M, N, K of each; block_m, block_n, CTAs along k; parts
-    ((129, 128, 384, 128), (128, 128, 4), 10),
-    ((129, 256, 256, 256), (128, 128, 4), 7),
-    ((129, 384, 128, 384), (128, 128, 4), 10),
-    ((4096, 256, 256, 256), (128, 128, 4), 7),
-    ((129, 256, 256, 256), (128, 128, 8), 3),
-    ((129, 256, 256, 256), (128, 128, 2), 16),
-    ((4096, 256, 256, 256), (128, 128, 1), 33),
-    ((129, 200, 136, 64), (64, 128, 4), 3),
-    ((5, 128, 128, 64), (128, 128, 2), 2),  # blocks of K for no more
+PARTS = [  # products, M, N, K of each; the tile; parts
+    ((129, 128, 384, 128), (128, 128), 44),
+    ((129, 256, 256, 256), (128, 128), 33),
+    ((129, 384, 256, 384), (64, 128), 11),
+    ((4096, 256, 256, 256), (64, 64), 8),
+    ((129, 200, 136, 64), (64, 128), 16),
+    ((5, 128, 128, 64), (128, 128), 5),  # blocks of K for no more
+    ((4096, 64, 128, 64), (64, 128), 132),
 ]
 
 
@@ -350,49 +348,52 @@ def sum_spec(b: int, m: int, n: int, k: int, **options: Any) -> GemmSpec:
 
 
 @pytest.mark.parametrize(("sizes", "tile", "count"), PARTS)
-def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[int, int, int], count: int) -> None:
-    """Each part has a cluster for each tile, and all of K is dealt out."""
-    spec, (block_m, block_n, cluster) = sum_spec(*sizes), tile
-    params = B16_SUMMED.params(spec, B16_SUMMED.config(block_m, block_n, (1, 1, cluster), 1, True), SM90)
+def test_parts_of_k_fill_the_gpu(sizes: tuple[int, int, int, int], tile: tuple[int, int], count: int) -> None:
+    """Each part has a CTA for each tile, and all of K is dealt out."""
+    spec, (block_m, block_n) = sum_spec(*sizes), tile
+    params = B16_SUMMED.params(spec, B16_SUMMED.config(block_m, block_n, (1, 1, 1), 1, True), SM90)
     strides = {"a": (1 << 20, 1024, 1), "b": (1 << 20, 1024, 1), "d": (512, 1), "c": (512, 1)}
     plan = kernels.get(params.kernel).launch_plan(params, spec, strides)
     found = dict(zip(argument_names(params), plan.parameters, strict=True))
     tiles = ceil_div(spec.m, block_m) * ceil_div(spec.n, block_n)
-    assert (plan.shape.grid, plan.shape.cluster) == ((tiles * cluster, count, 1), (cluster, 1, 1))
+    assert (plan.shape.grid, plan.shape.cluster) == ((tiles, count, 1), (1, 1, 1))
     share, more = found["raster"][1][:2]
-    assert (share * count * cluster + more, share > 0) == (spec.k // 64, True)
-    assert tiles * count * cluster <= spec.num_sms
-    assert (params.store, params.adds_c) == ("direct", "threads"), "the last cluster stores them itself"
+    assert (share * count + more, share > 0) == (spec.k // 64, True)
+    assert tiles * count <= spec.num_sms
+    assert (params.store, params.adds_c) == ("direct", "threads"), "those that add them store them"
     assert B16_SUMMED.fits(spec, params.gemm)
 
 
 @pytest.mark.parametrize(
-    ("spec", "tiles"),
+    ("sizes", "tile"),
     [
-        (sum_spec(600, 256, 256, 256), {(128, 32), (128, 128), (256, 128)}),
-        (sum_spec(4096, 256, 256, 256), {(256, 128)}),  # long
-        (sum_spec(600, 512, 256, 256), {(128, 32), (256, 128)}),  # 128 x 128 would have three parts
-        (sum_spec(600, 1024, 256, 256), {(256, 128)}),
+        ((64, 128, 128, 64), (64, 64, 4, False)),
+        ((400, 128, 256, 256), (64, 128, 1, True)),
+        ((600, 256, 256, 256), (128, 128, 1, True)),
+        ((2000, 512, 512, 128), (128, 128, 1, True)),
     ],
 )
-def test_low_tiles_have_parts_where_they_were_measured(spec: GemmSpec, tiles: set[tuple[int, int]]) -> None:
-    assert {config.tile for config in select.candidates(spec, SM90) if config.parts} == tiles
+def test_longer_sums_have_parts_of_larger_tiles(
+    sizes: tuple[int, int, int, int], tile: tuple[int, int, int, bool]
+) -> None:
+    config = select.select(sum_spec(*sizes), SM90).config
+    assert (*config.tile, config.cluster_k, config.parts) == tile
 
 
 def test_parts_that_do_not_fit() -> None:
-    config = B16_SUMMED.config(128, 128, (1, 1, 4), 1, True)
+    config = B16_SUMMED.config(128, 128, (1, 1, 1), 1, True)
     assert B16_SUMMED.fits(sum_spec(129, 256, 256, 256), config)
     for spec in (
         sum_spec(129, 256, 256, 256, batch_invariant=True),  # one order of K
-        sum_spec(7, 256, 256, 64),  # blocks of K for one part
-        sum_spec(129, 1024, 256, 256),  # 16 tiles
-        sum_spec(129, 256, 256, 256, num_sms=31),
+        sum_spec(1, 256, 256, 64),  # blocks of K for one part
+        sum_spec(129, 2048, 640, 256),  # 80 tiles
+        sum_spec(129, 256, 256, 256, num_sms=7),
     ):
         assert not B16_SUMMED.fits(spec, config), spec
     for made, why in (
         (B16_SUMMED.config(128, 128, (1, 2, 1), 1, True), "sharing a tile by 1 x 2 x 1 CTAs is not one of"),
         (
-            B16_SUMMED.config(64, 64, (1, 1, 4), 2, True),
+            B16_SUMMED.config(64, 64, (1, 1, 1), 2, True),
             "only sums of products have parts of K, with one CTA on an SM",
         ),
         (
@@ -406,12 +407,15 @@ def test_parts_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("num_sms", [16, 78, 132])
 def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
-    """Of each config that fits. A word counts the parts of each warp's sums."""
+    """Of each config that fits. A line of 128 bytes counts the parts of each tile."""
     seen = 0
     for b, m, n in (
         (1, 8, 8),
         (129, 128, 384),
         (129, 256, 256),
+        (600, 384, 256),
+        (600, 72, 512),
+        (600, 64, 64),
         (4096, 1024, 512),
         (4096, 8, 4096),
         (4096, 2048, 4096),
@@ -419,7 +423,7 @@ def test_memory_holds_the_sums_of_all_parts(num_sms: int) -> None:
         spec = sum_spec(b, m, n, 256, num_sms=num_sms)
         for config in B16_SUMMED.fitting(spec, [each for each in B16_SUMMED.legal(SM90) if each.parts]):
             tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
-            counts = align(tiles * config.cluster_k * config.num_consumers * 4 * 8, 128)
+            counts = 128 * tiles
             sums = groups.parts(config, spec) * tiles * config.block_m * config.block_n * 4
             assert counts + sums <= kernels.memory_bytes(spec, SM90)
             seen += 1

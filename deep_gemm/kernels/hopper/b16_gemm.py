@@ -26,8 +26,12 @@ shapes (H100)."""
 CLUSTERS = ((1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4))
 """Cluster shapes: CTAs of a cluster along m, n and k."""
 
-IN_PARTS = ((1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8))
-"""The same where K has parts of several clusters."""
+IN_PARTS = ((1, 1, 1),)
+"""The same where K has parts. Clusters of two and of four, also along K, were slower in 15 of 18 sizes (H200)."""
+
+_STAGES_IN_PARTS = 5
+"""Stages of two consumers where K has parts. With more, CTAs that share rows drift apart until L2 has lost them: 4096
+products of 256 x 256 x 256 took 302 us with seven stages and 268 with five (H200)."""
 
 REGISTERS = {1: (40, 208), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and of consumers, by the number of consumer warpgroups."""
@@ -108,7 +112,7 @@ class B16Gemm(HopperTemplate):
             block_m,
             block_n,
             self.block_k,
-            MAX_STAGES,
+            _STAGES_IN_PARTS if parts and consumers > 1 else MAX_STAGES,
             consumers,
             *cluster,
             ctas_per_sm=ctas_per_sm,
@@ -156,7 +160,7 @@ class B16Gemm(HopperTemplate):
             return f"sharing a tile by {c.cluster_m} x {c.cluster_n} x {c.cluster_k} CTAs is not one of {clusters}"
         if c.parts and (self.groups != "sum" or c.ctas_per_sm > 1):
             return "only sums of products have parts of K, with one CTA on an SM"
-        if c.parts and c.block_m * c.block_n > MOST_SUMS * c.cluster_k:
+        if c.parts and c.block_m * c.block_n > MOST_SUMS:
             return f"a CTA would have more than {MOST_SUMS} sums of a part of K"
         if c.block_n % (16 * c.cluster_k):
             step = 16 * c.cluster_k

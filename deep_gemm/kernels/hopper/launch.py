@@ -118,7 +118,8 @@ def dense(
         "last_columns": columns,
         "early_stages": early_stages(c, m, row_bytes) if early else 0,
         "raster": order.arguments if spec.grouping in ("none", "heads") else _products(order, spec, c, products),
-        "evict_first": evict_first(spec, order, row_bytes, large_d=template.stores_by_tma(params)),
+        # CTAs that share B drift apart where K has parts.
+        "evict_first": 0 if c.parts else evict_first(spec, order, row_bytes, large_d=template.stores_by_tma(params)),
         "d_stride": strides["d"][-2],
         "d_stride_g": strides["d"][0],
         "map_a": map_a,

@@ -33,10 +33,6 @@ LARGE_F32 = 1 << 22
 NARROW, WIDE = 32, 128
 """Columns of the narrow FP8 tiles for masked groups, and of the next wider ones; see `masked`."""
 
-HIGH, LONG_SUM, FEW_PARTS = 256, 1 << 19, 4
-"""Rows of high tiles; and K of summed products below which lower ones have parts, and their parts at least: that is
-where these were measured."""
-
 SHORT_K = 128
 """Up to this K a batch of 16-bit products has two tiles only, see `short_batch`."""
 
@@ -72,8 +68,6 @@ def of_16_bits(spec: GemmSpec, configs: Sequence[GemmConfig]) -> list[GemmConfig
     for c in filled:
         area, splits = c.block_m * c.block_n, c.cluster_k > 1
         if (area < SMALL_TILE or splits) and takes_too_many_rounds(spec, c):
-            continue
-        if c.parts and c.block_m < HIGH and (spec.k >= LONG_SUM or groups.parts(c, spec) < FEW_PARTS):
             continue
         if c.swap_ab:
             chosen = swap_ab
