@@ -47,7 +47,7 @@ SPECS: tuple[Spec, ...] = (
     LogitsScheduleSpec(40, 9, 1),
 )
 RUNS: dict[KernelParams, Spec] = {params_of(spec): spec for spec in SPECS}
-RUNS |= {PRENORM.params(PRODUCT, config, SM90): PRODUCT for config in PRENORM.configs(SM90)}
+RUNS |= {PRENORM.params(PRODUCT, config, SM90): PRODUCT for config in (*PRENORM.configs(SM90), *PRENORM.ordered())}
 """Each number of consumers, both ways that they take turns, each type of result; all tiles of the product."""
 
 

@@ -12,6 +12,8 @@ SPECS: dict[str, Spec] = {
     "pages": PagedLogitsSpec(7, 2, 64, 128, 32, 1102, 157, 2, 5000),
     "schedule": LogitsScheduleSpec(40, 9, 1),
     "product": PrenormSpec(300, 24, 4096, 1, 132),
+    "wide product": PrenormSpec(1000, 24, 1088, 1, 132, batch_invariant=True),
+    "long product": PrenormSpec(5000, 24, 1088, 1, 132, batch_invariant=True),
 }
 
 KERNELS = {name: params_of(spec) for name, spec in SPECS.items()}
@@ -55,12 +57,14 @@ MUTATIONS = [
     Mutation("cut b to TF32", "prenorm.cuh", "rounded_to_tf32(b[0])", "b[0]", _PRODUCT),
     Mutation("multiply odd elements with the bits of even ones", "prenorm.cuh", "a[i].words[j / 2] & 0xFFFF0000",
              "a[i].words[j / 2]", _PRODUCT),
-    Mutation("leave the last group out", "prenorm.cuh", "group < kGroups; ++group) sum",
-             "group + 1 < kGroups; ++group) sum", _PRODUCT),
-    Mutation("leave the last CTA out", "prenorm.cuh", "other < C::kCluster; ++other",
-             "other + 1 < C::kCluster; ++other", _PRODUCT),
-    Mutation("take a row of squares from another lane only", "prenorm.cuh", "__shfl_xor_sync(0xFFFFFFFF, all, 2)",
-             "__shfl_xor_sync(0xFFFFFFFF, all, 1)", _PRODUCT),
+    Mutation("leave the last group out", "prenorm.cuh", "group < kGroups; ++group) {",
+             "group + 1 < kGroups; ++group) {", _PRODUCT),
+    Mutation("leave the last part of K out", "prenorm.cuh", "part < C::kCluster * kKept; ++part",
+             "part + 1 < C::kCluster * kKept; ++part", (*_PRODUCT, "wide product")),
+    Mutation("keep only the last part of K", "prenorm.cuh", "C::kCluster == 1 && turn > 0", "false", ("long product",)),
+    Mutation("write a part over the one before", "prenorm.cuh", "C::kCluster == 1 ? 0 : turn", "0", ("wide product",)),
+    Mutation("take a row of squares from another lane only", "prenorm.cuh", "0xFFFFFFFF, sum.squares[i], 2)",
+             "0xFFFFFFFF, sum.squares[i], 1)", _PRODUCT),
 ]
 # fmt: on
 

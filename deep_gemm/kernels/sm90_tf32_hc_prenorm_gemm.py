@@ -16,6 +16,9 @@ from .base import Argument, KernelFamily, Numbers, Strides, Value, parse_argumen
 BLOCK_K = PrenormSpec.BLOCK_K
 MAX_STAGES = 12
 
+PARTS = 8
+"""Of K under batch invariance: their sums are added in one order, whichever CTAs have them."""
+
 FIT = {1: 100, 2: 100, 4: 85, 8: 60}
 """Percent of the SMs that clusters of a size can fill: the SMs of a cluster are neighbours. On an H100, 32 clusters
 of 4 and 16 of 8 took two rounds."""
@@ -23,11 +26,13 @@ of 4 and 16 of 8 took two rounds."""
 
 @record(frozen=True)
 class PrenormConfig(Config):
-    """A CTA has ``rows`` rows of A, and all of B's ``columns`` rows. The CTAs of a cluster split K."""
+    """A CTA has ``rows`` rows of A, and all of B's ``columns`` rows. The CTAs of a cluster split K, and each sums
+    ``in_turn`` parts of it, one after the other."""
 
     rows: int
     cluster: int
     columns: int = 24
+    in_turn: int = 1
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -69,16 +74,24 @@ class PrenormFamily(KernelFamily):
         return tuple(PrenormConfig(self.name, rows, cluster, columns) for rows, cluster in tiles)
 
     def config_of(self, spec: PrenormSpec, arch: ArchSpec) -> PrenormConfig:
-        """The config that keeps the most SMs busy, the first of several. Under batch invariance all M have one."""
+        """The config that keeps the most SMs busy, the first of several. Under batch invariance K has as many parts in
+        each."""
 
         def busy(config: PrenormConfig) -> float:
             ctas = ceil_div(spec.m, config.rows) * config.cluster * spec.splits
             rounds = ceil_div(ctas, max(1, spec.num_sms * FIT[config.cluster] // 100))
-            return 0 if rounds > 1 and (config.cluster > 2 or config.rows == 32) else ctas / rounds
+            few = config.in_turn > 1 and 4 * ctas < 3 * spec.num_sms  # 64x2 has more warps for as many rows
+            if config.rows == 32 and (rounds > 1 or few):
+                return 0
+            return 0 if rounds > 1 and config.cluster > 2 else ctas / rounds
 
-        if spec.batch_invariant:
-            return PrenormConfig(self.name, 64, 4, spec.n)
-        return max(self.configs(arch, spec.n), key=busy)
+        return max(self.ordered(spec.n) if spec.batch_invariant else self.configs(arch, spec.n), key=busy)
+
+    def ordered(self, columns: int = 24) -> tuple[PrenormConfig, ...]:
+        """Those of batch invariance: four groups of warps, and eight parts of K. On an H200 2048 x 7168 took 22.7 us in
+        64x2 and 24.4 us in 32x1, 4096 x 7168 26.6 and 25.8, and 8192 x 7168 39.8 us in 64x1 and 46.5 us in 64x2."""
+        tiles = ((32, 1), (64, 1), (64, 2), (64, 4), (32, 8), (64, 8))
+        return tuple(PrenormConfig(self.name, *tile, columns, PARTS // tile[1]) for tile in tiles)
 
     def params(self, spec: PrenormSpec, config: PrenormConfig, arch: ArchSpec) -> KernelParams:
         """See `KernelFamily.params`."""
@@ -130,6 +143,7 @@ class PrenormFamily(KernelFamily):
             "columns": config.columns,
             "num_stages": self.stages(params),
             "cluster": config.cluster,
+            "in_turn": config.in_turn,
             "warps": config.warps,
             "num_threads": 32 * (config.warps + 1),
             "shared_bytes": self.shared_bytes(params),
@@ -151,7 +165,8 @@ class PrenormFamily(KernelFamily):
     def _shared(self, params: KernelParams, stages: int) -> int:
         config = self.typed(params)
         stage = 128 * config.rows + 256 * config.columns
-        return stages * (stage + 16) + config.warps * 16 * (config.columns + 1) * 4
+        kept = 1 if config.cluster == 1 else config.in_turn
+        return stages * (stage + 16) + kept * config.warps * 16 * (config.columns + 1) * 4
 
     def kernel_name(self, params: KernelParams) -> str:
         """Such as ``tf32_hc_prenorm_gemm_n24_128x4``."""
@@ -159,14 +174,17 @@ class PrenormFamily(KernelFamily):
         return f"tf32_hc_prenorm_gemm_n{config.columns}_{self.describe(config)}"
 
     def describe(self, config: Config) -> str:
-        """Rows and cluster."""
-        return f"{config.rows}x{config.cluster}" if isinstance(config, PrenormConfig) else super().describe(config)
+        """Rows, cluster, and parts in turn if there are several."""
+        if not isinstance(config, PrenormConfig):
+            return super().describe(config)
+        return f"{config.rows}x{config.cluster}" + (f"_t{config.in_turn}" if config.in_turn > 1 else "")
 
     def cases(self, arch: ArchSpec | None = None) -> list[KernelParams]:
         """Each config for 24 columns, and each number of columns."""
+        ordered = [config for config in self.ordered() if config.in_turn > 1]
         others = [PrenormConfig(self.name, 128, 2, columns) for columns in (8, 16, 32)]
         arch = arch or self.arch
-        return [KernelParams(self.name, arch.name, config) for config in (*self.configs(arch), *others)]
+        return [KernelParams(self.name, arch.name, config) for config in (*self.configs(arch), *ordered, *others)]
 
     def default_cases(self, arch: ArchSpec) -> list[KernelParams]:
         """Every config for each number of columns."""

@@ -1,8 +1,12 @@
 // d = a @ b^T by TF32 products, a (M, K) bf16, b (N, K) float32 with few rows, and the sum of squares of each row of a.
 //
 // Reading a takes all the time, so K is split among the CTAs of a cluster, and among groups of warps of a CTA, until all SMs read.
-// Partial sums are added in the order of ranks and groups. A bf16 number is a TF32 number; b is rounded to nearest even, as torch
-// does. Products are mma.sync: a warp has 16 rows of a, of which it needs the elements as float32 anyway, for the squares.
+// A bf16 number is a TF32 number; b is rounded to nearest even, as torch does. Products are mma.sync: a warp has 16 rows of a, of
+// which it needs the elements as float32 anyway, for the squares.
+//
+// K has kCluster * kInTurn parts, of which a CTA has kInTurn, one after the other, and a group of warps takes each kGroups-th block of a
+// part. First a group's sums of parts are added in order, and then the groups' sums: so tiles with as many parts and groups give the
+// same bits. Parts begin at multiples of four blocks, so that a group keeps its stages of the ring.
 #pragma once
 #include "pipeline.cuh"
 #include "tma.cuh"
@@ -30,17 +34,19 @@ DG_DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\n barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// C: kRows of a in a CTA, kColumns of b's rows, kWarps, kStages, kCluster.
+// C: kRows of a in a CTA, kColumns of b's rows, kWarps, kStages, kCluster, kInTurn.
 template <class C, class Arguments>
 struct Prenorm {
-  enum : u32 { kWarps = C::kWarps, kParts = C::kRows / 16, kGroups = kWarps / kParts, kTiles = C::kColumns / 8 };
+  enum : u32 { kWarps = C::kWarps, kHigh = C::kRows / 16, kGroups = kWarps / kHigh, kTiles = C::kColumns / 8 };
   enum : u32 { kBlockK = 64, kBytesA = C::kRows * 128, kHalfB = C::kColumns * 128, kStageBytes = kBytesA + 2 * kHalfB };
+  // Parts of K begin at multiples of kUnit blocks. In a cluster the sums of each part are kept apart.
+  enum : u32 { kUnit = 4, kParts = C::kCluster * C::kInTurn, kKept = C::kCluster == 1 ? 1 : +C::kInTurn };
   // One more column for the squares.
-  enum : u32 { kWidth = C::kColumns + 1, kPartialBytes = kGroups * C::kRows * kWidth * 4 };
-  using Barriers = PipelineBarriers<C::kStages, kParts, 1>;
+  enum : u32 { kWidth = C::kColumns + 1, kPartialBytes = kKept * kGroups * C::kRows * kWidth * 4 };
+  using Barriers = PipelineBarriers<C::kStages, kHigh, 1>;
   enum : u32 { kOffsetPartials = C::kStages * kStageBytes, kOffsetBarriers = kOffsetPartials + kPartialBytes };
   enum : u32 { kBytes = kOffsetBarriers + Barriers::kBytes };
-  static_assert(kParts * kGroups == kWarps && kBytes == C::kSharedBytes && C::kStages % kGroups == 0);
+  static_assert(kHigh * kGroups == kWarps && kBytes == C::kSharedBytes && C::kStages % kGroups == 0 && kUnit % kGroups == 0);
   static_assert(kStageBytes % 1024 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 32);
 
   const Arguments& arg;
@@ -64,13 +70,16 @@ struct Prenorm {
   // are swizzled to different halves of their lines.
   static DG_DEVICE u32 placed(u32 g) { return (g & 2) | (g & 1) << 2 | g >> 2; }
 
-  DG_DEVICE void consume(u32 warp, u32 lane, u32 blocks) const {
-    const u32 part = warp % kParts, group = warp / kParts, g = lane / 4, t = lane % 4;
-    const u32 row = part * 16 + placed(g), swizzle = placed(g);
-    float sum[kTiles][4] = {}, squares[2] = {};
-    PipelineCursor<C::kStages> cursor;
-    cursor.stage = group;
-    for (u32 block = group; block < blocks; block += kGroups) {
+  // The sums of a lane: of products, and of squares.
+  struct Sums {
+    float d[kTiles][4] = {}, squares[2] = {};
+  };
+
+  // The sums of a group's blocks before `last`, `block` being the first.
+  DG_DEVICE Sums multiply(PipelineCursor<C::kStages>& cursor, u32 warp, u32 lane, u32 block, u32 last) const {
+    Sums sum;
+    const u32 g = lane / 4, t = lane % 4, row = warp % kHigh * 16 + placed(g), swizzle = placed(g);
+    for (; block < last; block += kGroups) {
       const u32 at = shared + cursor.stage * kStageBytes;
       barrier_wait(barriers.full(cursor.stage), cursor.parity);
 #pragma unroll
@@ -85,7 +94,7 @@ struct Prenorm {
 #pragma unroll
           for (u32 j = 0; j < 8; ++j) {
             x[i][j] = j % 2 ? a[i].words[j / 2] & 0xFFFF0000 : a[i].words[j / 2] << 16;
-            squares[i] = fmaf(__uint_as_float(x[i][j]), __uint_as_float(x[i][j]), squares[i]);
+            sum.squares[i] = fmaf(__uint_as_float(x[i][j]), __uint_as_float(x[i][j]), sum.squares[i]);
           }
         }
 #pragma unroll
@@ -95,7 +104,7 @@ struct Prenorm {
 #pragma unroll
           for (u32 j = 0; j < 4; ++j) {
             const u32* b = (j < 2 ? low.words : high.words) + j % 2 * 2;
-            multiply_tf32(sum[tile], x[0][2 * j], x[1][2 * j], x[0][2 * j + 1], x[1][2 * j + 1], rounded_to_tf32(b[0]),
+            multiply_tf32(sum.d[tile], x[0][2 * j], x[1][2 * j], x[0][2 * j + 1], x[1][2 * j + 1], rounded_to_tf32(b[0]),
                           rounded_to_tf32(b[1]));
           }
         }
@@ -104,22 +113,47 @@ struct Prenorm {
       barriers.release(cursor.stage, lane);
       cursor.template advance<kGroups>();
     }
-    const u32 partial = shared + kOffsetPartials + group * C::kRows * kWidth * 4;
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
-      const u32 line = partial + (row + 8 * i) * kWidth * 4;
+      sum.squares[i] += __shfl_xor_sync(0xFFFFFFFF, sum.squares[i], 1);
+      sum.squares[i] += __shfl_xor_sync(0xFFFFFFFF, sum.squares[i], 2);
+    }
+    return sum;
+  }
+
+  // The first of the split's `blocks` that part `part` has.
+  static DG_DEVICE u32 begin(u32 part, u32 blocks) { return min_of(blocks, ceil_div(blocks, +kUnit) * part / kParts * kUnit); }
+
+  DG_DEVICE void consume(u32 warp, u32 lane, u32 rank, u32 blocks) const {
+    const u32 group = warp / kHigh, t = lane % 4, row = warp % kHigh * 16 + placed(lane / 4);
+    PipelineCursor<C::kStages> cursor;
+    cursor.stage = group;
+#pragma unroll 1
+    for (u32 turn = 0; turn < C::kInTurn; ++turn) {
+      const u32 part = rank * C::kInTurn + turn;
+      const Sums sum = multiply(cursor, warp, lane, begin(part, blocks) + group, begin(part + 1, blocks));
+      const u32 to = partial(C::kCluster == 1 ? 0 : turn, group) + row * kWidth * 4;
+      const bool add = C::kCluster == 1 && turn > 0;
 #pragma unroll
-      for (u32 tile = 0; tile < kTiles; ++tile) {
-        store_shared(line + (tile * 8 + 2 * t) * 4, sum[tile][2 * i]);
-        store_shared(line + (tile * 8 + 2 * t + 1) * 4, sum[tile][2 * i + 1]);
+      for (u32 i = 0; i < 2; ++i) {
+        const u32 line = to + 8 * i * kWidth * 4;
+#pragma unroll
+        for (u32 tile = 0; tile < kTiles; ++tile) {
+          store_shared(line + (tile * 8 + 2 * t) * 4, sum.d[tile][2 * i], add);
+          store_shared(line + (tile * 8 + 2 * t + 1) * 4, sum.d[tile][2 * i + 1], add);
+        }
+        if (t == 0) store_shared(line + C::kColumns * 4, sum.squares[i], add);
       }
-      float all = squares[i] + __shfl_xor_sync(0xFFFFFFFF, squares[i], 1);
-      all += __shfl_xor_sync(0xFFFFFFFF, all, 2);
-      if (t == 0) store_shared(line + C::kColumns * 4, all);
     }
   }
 
-  static DG_DEVICE void store_shared(u32 address, float value) {
+  // The sums of a group's rows, of the part of one turn.
+  DG_DEVICE u32 partial(u32 turn, u32 group) const {
+    return shared + kOffsetPartials + (turn * kGroups + group) * C::kRows * kWidth * 4;
+  }
+
+  static DG_DEVICE void store_shared(u32 address, float value, bool add) {
+    if (add) value = load_shared(address) + value;
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
   }
 
@@ -132,12 +166,16 @@ struct Prenorm {
       const u32 local = rank * kShare + i / kWidth, column = i % kWidth;
       const u32 row = blockIdx.x / C::kCluster * C::kRows + local;
       if (row >= arg.m) continue;
-      const u32 at = shared + kOffsetPartials + (local * kWidth + column) * 4;
       float sum = 0.0f;
-#pragma unroll 1
-      for (u32 other = 0; other < C::kCluster; ++other) {
 #pragma unroll
-        for (u32 group = 0; group < kGroups; ++group) sum += load_shared_of(at + group * C::kRows * kWidth * 4, other);
+      for (u32 group = 0; group < kGroups; ++group) {
+        float parts = 0.0f;
+#pragma unroll
+        for (u32 part = 0; part < C::kCluster * kKept; ++part) {
+          const u32 at = partial(part % kKept, group) + (local * kWidth + column) * 4;
+          parts += load_shared_of(at, part / kKept);
+        }
+        sum += parts;
       }
       if (column == C::kColumns) {
         squares[row] = sum;
@@ -158,13 +196,13 @@ struct Prenorm {
     __syncthreads();
     wait_for_previous_kernel();
     allow_next_kernel();
-    const u32 share = blockIdx.y * C::kCluster + rank, shares = gridDim.y * C::kCluster;
-    const u32 first = static_cast<u64>(arg.blocks) * share / shares, last = static_cast<u64>(arg.blocks) * (share + 1) / shares;
+    const u32 split = static_cast<u64>(arg.blocks) * blockIdx.y / gridDim.y;
+    const u32 blocks = static_cast<u64>(arg.blocks) * (blockIdx.y + 1) / gridDim.y - split;
     if (warp == kWarps) {
-      if (elect_one()) produce(first, last);
+      if (elect_one()) produce(split + begin(rank * C::kInTurn, blocks), split + begin((rank + 1) * C::kInTurn, blocks));
       __syncwarp();
     } else {
-      consume(warp, threadIdx.x % 32, last - first);
+      consume(warp, threadIdx.x % 32, rank, blocks);
     }
     if constexpr (C::kCluster > 1) {
       cluster_sync();

@@ -203,13 +203,14 @@ def test_prenorm(m: int, n: int, k: int, splits: int | None) -> None:
     assert torch.equal(after[others], product[others])
 
 
-def test_prenorm_under_batch_invariance() -> None:
-    """A row has the same bits in any batch, in any place of a tile and beside NaN."""
-    x = prenorm(1500, 24, 4096, None)
+@pytest.mark.parametrize("k", [1024, 4160])
+def test_prenorm_under_batch_invariance(k: int) -> None:
+    """A row has the same bits in any batch, by each tile, in any place of it and beside NaN."""
+    x = prenorm(9000, 24, k, None)
     deep_gemm.set_batch_invariant(True)
     try:
         products(x, None)
-        for first, last in ((0, 3), (701, 704), (37, 137), (1499, 1500)):
+        for first, last in ((0, 3), (701, 704), (37, 137), (1499, 1500), (20, 520), (50, 1050), (9, 2059), (60, 4120)):
             for before in (0, 1, 8, 61):
                 a = torch.cat([x["a"][:1].expand(before, -1) * float("nan"), x["a"][first:last]])
                 few = x | {"a": a, "d": x["d"].new_empty(len(a), 24), "sqr_sum": x["d"].new_empty(len(a))}

@@ -11,9 +11,10 @@ import torch
 from gpu_fakes import FakeGpu
 
 import deep_gemm
-from deep_gemm import InvalidInputError, kernels, ops, options, select
+from deep_gemm import InvalidInputError, ops, options, select
 from deep_gemm.arch import SM90
 from deep_gemm.errors import UnsupportedError
+from deep_gemm.kernels.sm90_tf32_hc_prenorm_gemm import PRENORM
 from deep_gemm.ops.dense import Dense
 from deep_gemm.ops.prenorm import HcPrenormGemm
 from deep_gemm.runtime import engine
@@ -108,12 +109,10 @@ def test_parts_are_known_without_m(kind: str) -> None:
         assert len(found) <= 1, (n, k, use)
 
 
-def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which parts K is summed in, and in which order, is in the config alone."""
+def test_a_prenorm_product_sums_k_in_one_order_while_it_is_on(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels add the sums of parts in order, and then those of groups of warps: as many in each config."""
     configs: dict[bool, set[Any]] = {False: set(), True: set()}
-    for value, m, sms in itertools.product(configs, (1, 33, 500, 8192), (8, 132)):
+    for value, m, sms in itertools.product(configs, (1, 500, 1000, 2000, 4096, 8192), (8, 132)):
         deep_gemm.set_batch_invariant(value)
         monkeypatch.setattr(options, "num_sms_for", lambda device, sms=sms: sms)
         product = HcPrenormGemm()
@@ -123,9 +122,10 @@ def test_one_config_serves_all_rows_of_a_prenorm_product_while_it_is_on(
         (step,) = product.launches(operands, 0).steps
         assert isinstance(step.spec, PrenormSpec)
         assert step.spec.num_sms == sms
-        configs[value].add(kernels.for_helper(step.spec, SM90).config_of(step.spec, SM90))
-    assert len(configs[True]) == 1
-    assert len(configs[False]) > 1
+        configs[value].add(PRENORM.config_of(step.spec, SM90))
+    assert configs[True] == set(PRENORM.ordered())
+    assert {(config.cluster * config.in_turn, config.groups) for config in configs[True]} == {(8, 4)}
+    assert configs[False] == set(PRENORM.configs(SM90))
 
 
 class Calls:
