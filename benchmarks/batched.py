@@ -14,6 +14,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,19 @@ EACH = (BHR, BHD)
 ROWS, FEW = (1, 64, 4096), 64
 HEADS = ((8, 4096, 1024), (16, 4096, 1024), (128, 512, 128))
 """h, r and d: of DeepSeek-V4's output projection, and of MLA's absorbed products."""
+
+
+def drawn(count: int, seed: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Batches of 64 to 2,000, and M, N and K in steps of 64 up to 512."""
+    rng = random.Random(seed)
+    steps = (*range(64, 513, 64),)
+    return tuple(
+        (round(math.exp(rng.uniform(math.log(64), math.log(2000)))), *rng.choices(steps, k=3)) for _ in range(count)
+    )
+
+
 SUMS = tuple((b, *size) for b in (129, 4096, 8192) for size in ((128, 384, 128), (256, 256, 256), (384, 128, 384)))
+SUMS += drawn(12)
 
 Calls = dict[str, Callable[[], Any]]
 
