@@ -219,12 +219,12 @@ class GemmFamily(KernelFamily):
         size = BYTES[spec.a.dtype]
         scaling = SCALINGS.get((spec.a.scaling, spec.b.scaling), "")  # a property would be a call for each config
         costs = _costs(self, config, spec.d.dtype, spec.d.aligned, scaling, arch)
-        if config.parts and spec.grouping == "summed":
-            return groups.summed_in_parts(lambda each: count(*costs, each, config, size), spec, config)
+        if spec.grouping == "summed":
+            return groups.summed(lambda each: count(*costs, each, config, size), spec, config)
         if config.parts:
             alone = costs[0].exchanges_alone
             return groups.in_parts(lambda each: count(*costs, each, config, size), spec, config, alone)
-        if spec.grouping in ("none", "summed", "heads"):
+        if spec.grouping in ("none", "heads"):
             return count(*costs, spec, config, size)
         if spec.grouping == "k":
             return count(*costs, groups.one_product(spec, config, config.block_k), config, size)

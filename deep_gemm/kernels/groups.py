@@ -297,9 +297,12 @@ def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: Ge
     )
 
 
-def summed_in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
-    """`in_parts` for products that are summed. All CTAs of a tile add its parts, after they have met. CTAs that read
-    the same rows drift apart, so that L2 answers each of them alone."""
+def summed(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig) -> Features:
+    """`Features` of products that are summed. CTAs that read the same rows drift apart, so that L2 answers each of them
+    alone. If K has parts, all CTAs of a tile add them, after they have met."""
+    if not config.parts:
+        whole = counted(spec)
+        return whole._replace(from_l2=_ALONE * whole.from_l2)
     count = parts(config, spec)
     whole, k = counted(spec), ceil_div(spec.k // config.block_k, count) * config.block_k
     each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=k))
