@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -87,6 +88,8 @@ def _serve(
     limit = timedelta(seconds=GROUP_SECONDS)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     if device == "cuda":
+        # A rank has few streams. Contexts with more queues leave no room for others on the GPU: see `why_no_gpu`.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)

@@ -97,20 +97,25 @@ class QuantizeFamily(KernelFamily):
 
     def configs(self, arch: ArchSpec) -> tuple[TileConfig, ...]:
         """See `config_of`."""
-        return tuple(_on(each, arch) for each in (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS))
+        found = [_on(each, arch) for each in (TILES, TILES_OF_FLOATS, ROWS_OF_FLOATS, FEW_ROWS, SOME_ROWS)]
+        return tuple(dict.fromkeys([*found, self._of_gradients(arch)]))
 
     def config_of(self, spec: QuantizeSpec, arch: ArchSpec) -> TileConfig:
         """One config for each kind of cast. A thread holds 16-bit elements in half as many registers as float32, which
         gated elements are too."""
         floats = spec.gated or spec.dtype == "f32"
         if not _is_of_rows(spec.plain, spec.transposed):
-            found = _on(TILES_OF_FLOATS if floats else TILES, arch)
-            # With two CTAs on an SM the compiler spills registers for compute capability 12.0.
-            return replace(found, ctas_per_sm=1) if spec.gradient and arch.capability[0] == 12 else found
+            return self._of_gradients(arch) if spec.gradient else _on(TILES_OF_FLOATS if floats else TILES, arch)
         size = spec.rows * spec.columns
         if size <= SOME:
             return FEW_ROWS if size <= FEW else SOME_ROWS
         return _on(ROWS_OF_FLOATS if floats else TILES, arch)
+
+    @staticmethod
+    def _of_gradients(arch: ArchSpec) -> TileConfig:
+        """With two CTAs on an SM the compiler spills registers for compute capability 12.0."""
+        found = _on(TILES_OF_FLOATS, arch)
+        return replace(found, ctas_per_sm=1) if arch.capability[0] == 12 else found
 
     def params(self, spec: QuantizeSpec, config: TileConfig, arch: ArchSpec) -> KernelParams:
         """See `KernelFamily.params`. Adds the input's type and the outputs."""

@@ -7,7 +7,7 @@
 // group's rows. kMasked: how many of a group's rows exist. kAlongK: how much of K is each group's; D has a matrix for each group.
 //
 // Other products have operands of equal size, one matrix for each. kBatched: so has D. kSummed: D is the sum of all products.
-// kSummedInParts: several clusters have parts of the K of a tile, see parts_in_order.cuh.
+// kSummedInParts: CTAs have parts of the K of a tile, see parts_together.cuh.
 //
 // kHeads: one product, whose columns belong to heads of D, which have columns more in the middle (see HeadColumns).
 enum Grouping : u32 { kUngrouped, kIndex, kPsum, kMasked, kAlongK, kBatched, kSummed, kHeads, kSummedInParts };
