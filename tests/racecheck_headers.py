@@ -78,7 +78,7 @@ RACES = {
         (("named_barrier_sync(kConsumerBarrier + consumer, 128);", ""),),
     ),
     "product": Race(  # add up partial sums that other warps may not have written
-        "tf32_hc_prenorm_gemm_n24_32x1_t8",
+        "tf32_hc_prenorm_gemm_n24_32x1",
         "prenorm.cuh",
         (("    } else {\n      __syncthreads();\n    }\n", "    }\n"),),
     ),

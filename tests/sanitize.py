@@ -89,8 +89,9 @@ def everyone(every: int) -> list[KernelParams]:
 
 
 def named(found: list[KernelParams], part: str) -> list[KernelParams]:
-    """Those with ``part`` in their kernels' names."""
-    return [params for params in found if part in kernel_name(params)]
+    """Those of kernels with this name, or else those with ``part`` in it."""
+    of_name = [params for params in found if part == kernel_name(params)]
+    return of_name or [params for params in found if part in kernel_name(params)]
 
 
 def sizes(config: GemmConfig) -> tuple[int, int, int, int]:
