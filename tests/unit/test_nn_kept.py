@@ -1,6 +1,7 @@
 """Casts of weights that a layer keeps, and what a pass of a linear layer costs the host: calls, functions, memory."""
 
 import copy
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -112,7 +113,9 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where DTensors are loaded, or a weight promise is left, calls ask more."""
+    """Where DTensors are loaded, or a weight promise is left, calls ask more. Optimizers load Dynamo, which loads them:
+    never twice."""
+    importlib.import_module("torch._dynamo")
     monkeypatch.delitem(sys.modules, DTENSOR, raising=False)
     monkeypatch.setattr(weight_promises, "_promises", {})
 
