@@ -80,7 +80,7 @@ class Layer:
     def _by_streams(
         self, y: Tensor, tokens: dict[str, Tensor], parts: list[slice], bound: int, late: dict[int, float]
     ) -> None:
-        """All memory is there before the first kernel waits. Each rank has a part of the SMs."""
+        """All memory and kernels are there before the first kernel waits. Each rank has a part of the SMs."""
         for rank, part in enumerate(parts):
             fill(self.buffers[rank], tokens, part)
             with torch.cuda.stream(self.streams[rank]):
@@ -89,6 +89,7 @@ class Layer:
         before = deep_gemm.get_num_sms()
         deep_gemm.set_num_sms(before // self.ranks)
         try:
+            self._load(torch.empty_like(y), parts, bound)
             for rank, part in enumerate(parts):
                 with torch.cuda.stream(self.streams[rank]):
                     if rank in late:
@@ -96,6 +97,21 @@ class Layer:
                     self.call(rank, y[part], bound)
         finally:
             deep_gemm.set_num_sms(before)
+        torch.cuda.synchronize()
+
+    def _load(self, y: Tensor, parts: list[slice], bound: int) -> None:
+        """Load what the calls launch, since the driver loads no kernel while another one waits for it. Calls of an old
+        epoch find all flags raised."""
+        epochs = [buffer.epochs for buffer in self.buffers if buffer.epochs is not None]
+        state = [*self.memory, *epochs, self.stats]
+        saved = [tensor.clone() for tensor in state]
+        torch.cuda._sleep(1)
+        for epoch in epochs:
+            epoch.fill_(-(1 << 20))
+        for rank, part in enumerate(parts):
+            self.call(rank, y[part], bound)
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
         torch.cuda.synchronize()
 
     def _by_threads(

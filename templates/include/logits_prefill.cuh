@@ -235,8 +235,9 @@ struct PrefillLogits {
     for (u64 index = begin; index < all; index += 32 * step) {
       const Gaps own = gaps(index + lane * step, parts);
       for (u32 i = 0; i < 32 && index + i * step < all; ++i, ++row) {
+        const u32 wanted = share.begun ? static_cast<u32>((static_cast<u64>(row) * blocks + rows - 1) / rows) : 0;
         const WaitBound bound;
-        while (share.begun && static_cast<u64>(share.passed) * rows < static_cast<u64>(row) * blocks) {
+        while (share.passed < wanted) {
           bound.check();
           asm volatile("nanosleep.u32 %0;" ::"r"(100u) : "memory");
         }
