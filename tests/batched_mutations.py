@@ -59,10 +59,9 @@ MUTATIONS = [
     Mutation("leave out blocks of K that cannot be dealt out evenly", "order.cuh", "length(share + (rank < more))",
         "length(share)", ("sum", "parts")),
     Mutation("leave out the first part's sums", "parts_together.cuh",
-        "for (u32 part = 0; part < gridDim.y; part += kParts)", "for (u32 part = 1; part < gridDim.y; part += kParts)",
-        PARTS),
-    Mutation("read this part's sums for each part", "parts_together.cuh", "sums + part * part_bytes",
-        "sums + blockIdx.y * part_bytes", PARTS),
+        "for (u32 part = 0; part < gridDim.y; ++part)", "for (u32 part = 1; part < gridDim.y; ++part)", PARTS),
+    Mutation("read this part's sums for each part", "parts_together.cuh", "+ part * each * kPairBytes)",
+        "+ blockIdx.y * each * kPairBytes)", PARTS),
     Mutation("add no C to the sums of all parts", "parts_together.cuh", "__fadd_rn(total[j][k], last[j][k]);",
         "__fadd_rn(total[j][k], 0.0f);", ("parts",)),
 ]  # fmt: skip

@@ -48,6 +48,9 @@ MOST_SUMS = 128 * 128
 _WORD_BYTES = 128
 """Memory of the word that counts a tile's parts, which are two or more: so tiles are half of the SMs at most."""
 
+_MORE_BYTES = 16 * 256
+"""Memory of a part beside its sums, since slices of tiles are of equal size: see parts_together.cuh."""
+
 _LEAST_BLOCKS = 4
 """Blocks of K in a part of a product with swapped operands: what a part costs beside them is little then."""
 FEW_TOKENS, _LEAST_BLOCKS_OF_WARPS, _LEAST_PARTS = 16, 6, 3
@@ -56,9 +59,10 @@ there are several. Then they take one CTA on each SM. Their meeting takes longer
 were slower than one on an H200 in five shapes of five."""
 _MEETING_US = 1.2
 """What parts of products with few rows take to meet in memory: 1.1 to 1.5 us on an H200."""
-_SUMS_MEET_US, _SUM_US, _PART_US, _ALONE = 1.1, 1e-4, 0.12, 2.0
-"""What parts of summed products take to meet, to write one of a CTA's sums, and to add a part to some, on an H200; and
-how much a byte counts that each CTA reads from L2. Of the times of 63 configs on 18 sizes, see serving.B16_SUMMED."""
+_SUMS_MEET_US, _SUM_US, _ADD_US, _ALONE = 2.0, 1.5e-4, 0.03, 1.5
+"""What parts of summed products take to meet, for one of a CTA's sums to be written and copied, and for a lane to add
+two; and how much a byte counts that each CTA reads from L2. Of the times of six configs on 37 drawn sizes, on an
+H200."""
 _MOST_PARTS = 255
 """Parts that are counted in a byte."""
 
@@ -277,7 +281,7 @@ def memory_of_sums(spec: GemmSpec) -> int:
     more."""
     if spec.batch_invariant or 2 * spec.m * spec.n > spec.num_sms * MOST_SUMS:
         return 0
-    return 128 + spec.num_sms * (_WORD_BYTES // 2 + MOST_SUMS * 4)
+    return 128 + spec.num_sms * (_WORD_BYTES // 2 + MOST_SUMS * 4 + _MORE_BYTES)
 
 
 def in_parts(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: GemmConfig, alone: bool) -> Features:
@@ -306,10 +310,9 @@ def summed(counted: Callable[[GemmSpec], Features], spec: GemmSpec, config: Gemm
     count = parts(config, spec)
     whole, k = counted(spec), ceil_div(spec.k // config.block_k, count) * config.block_k
     each = counted(replace(spec, n=count * align(spec.n, config.block_n), k=k))
-    tiles, area, warps = _tiles(spec, config), config.block_m * config.block_n, 4 * config.num_consumers
-    together = max(1, min(4, (48 if warps > 4 else 36) // count & 6))  # pairs of a lane, see parts_together.cuh
-    rounds = ceil_div(area, 64 * together * warps * count)
-    met = _SUMS_MEET_US + area * _SUM_US + rounds * count * _PART_US
+    tiles, area = _tiles(spec, config), config.block_m * config.block_n
+    added = max(count, area / (2 * 128 * config.num_consumers))  # pairs of sums, by the busiest lane
+    met = _SUMS_MEET_US + area * _SUM_US + added * _ADD_US
     return each._replace(
         traffic=max(0.0, whole.traffic + whole.first - each.first),
         from_l2=_ALONE * _BYTES[spec.a.dtype] * spec.k * tiles * (config.block_m + config.block_n),

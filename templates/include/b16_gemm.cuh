@@ -98,6 +98,14 @@ struct B16Gemm {
         if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
       });
       if constexpr (Tile::kTmaStore) store_tiles(tile);
+      if constexpr (Layout::kInParts && Tile::kAccumulate == kReads) {
+        wait_for_previous_kernel();
+        typename Layout::Parts(kernel.arg.memory).each_pair([&](u32 warp, u32 i) {
+          of_pair(tile.row, tile.column, warp, i, kernel.arg.c_stride, [&](u32 j, i64 place) {
+            if (j == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(kernel.arg.c + place * Out::kBytes) : "memory");
+          });
+        });
+      }
     });
   }
 
@@ -384,28 +392,32 @@ struct B16Gemm {
     });
   }
 
+  // Calls `use(j, place)` for those of the sums i and i + 1 of this lane in a consumer's warp that are in D; `place` is its element there.
+  template <class Use>
+  DG_DEVICE void of_pair(u32 row, u32 column, u32 warp, u32 i, i64 stride, const Use& use) const {
+    constexpr u32 kSums = Layout::kWidth / 2;  // of a slice
+    const u32 lane = threadIdx.x % 32, at = i % kSums;
+    const u32 y = row + (warp / 4 * kSlices + i / kSums) * 64 + warp % 4 * 16 + lane / 4 + (at & 2) * 4;
+    const u32 x = column + at / 4 * 8 + lane % 4 * 2;
+#pragma unroll
+    for (u32 j = 0; j < 2; ++j)
+      if (y < kernel.m() && x + j < kernel.n()) use(j, y * stride + x + j);
+  }
+
   // Adds the sums of all parts, and C, and stores them.
   DG_DEVICE void add_parts(const Sums& sum, u32 row, u32 column) const {
     const auto& arg = kernel.arg;
     constexpr u32 kSums = Layout::kWidth / 2;  // of a slice
-    // Calls `use(j, place)` for those of the sums i and i + 1 of this lane in a consumer's warp that are in D; `place` is its element there.
-    const auto each = [&](u32 warp, u32 i, i64 stride, const auto& use) {
-      const u32 lane = threadIdx.x % 32, at = i % kSums;
-      const u32 y = row + (warp / 4 * kSlices + i / kSums) * 64 + warp % 4 * 16 + lane / 4 + (at & 2) * 4;
-      const u32 x = column + at / 4 * 8 + lane % 4 * 2;
-#pragma unroll
-      for (u32 j = 0; j < 2; ++j)
-        if (y < kernel.m() && x + j < kernel.n()) use(j, y * stride + x + j);
-    };
+    static_assert(Layout::Parts::kSharedBytes <= Layout::kOffsetStaging);
     typename Layout::Parts(arg.memory).add(
         kernel.shared, [&](u32 i) { return sum[i / kSums][i % kSums]; },
         [&](u32 warp, u32 i, float* pair) {
           pair[0] = pair[1] = -0.0f;  // adding it changes nothing
           if constexpr (Tile::kAccumulate == kReads)
-            each(warp, i, arg.c_stride, [&](u32 j, i64 place) { pair[j] = Out::load(arg.c, place); });
+            of_pair(row, column, warp, i, arg.c_stride, [&](u32 j, i64 place) { pair[j] = Out::load(arg.c, place); });
         },
         [&](u32 warp, u32 i, const float* pair) {
-          each(warp, i, arg.d_stride, [&](u32 j, i64 place) { Out::store(arg.d, place, pair[j]); });
+          of_pair(row, column, warp, i, arg.d_stride, [&](u32 j, i64 place) { Out::store(arg.d, place, pair[j]); });
         });
   }
 
