@@ -2,7 +2,7 @@
 
     python benchmarks/batched.py --output FILE --deepgemm DIRECTORY
 
-times single calls with a cold L2 (`timing.flush`) on one GPU, and products of few rows in CUDA graphs too. Weights are
+times single calls with a cold L2 (`timing.flush`) on one GPU, and small ones in CUDA graphs too. Weights are
 declared constant. A row for each size goes to FILE, and a line to the terminal.
 
 FP8 has no peer in cuBLAS: none of its batches takes such scales. `torch` multiplies bfloat16 operands of twice the
@@ -30,7 +30,7 @@ from deep_gemm.ops.batched import BHD, BHR, SUM
 from deep_gemm.testing import timing
 
 EACH = (BHR, BHD)
-ROWS, FEW = (1, 64, 4096), 64
+ROWS, FEW, FEW_PRODUCTS = (1, 64, 4096), 64, 400
 HEADS = ((8, 4096, 1024), (16, 4096, 1024), (128, 512, 128))
 """h, r and d: of DeepSeek-V4's output projection, and of MLA's absorbed products."""
 
@@ -128,7 +128,7 @@ def measure(peer: Any, only: str) -> Iterator[dict[str, Any]]:
     for make in made[only] if only else itertools.chain(*made.values()):
         row, calls = make(peer)
         yield {"mode": "flush", **row} | timing.flush(calls, repeats=20)
-        if row["op"] != SUM and row["m"] <= FEW:
+        if row["b"] <= FEW_PRODUCTS if row["op"] == SUM else row["m"] <= FEW:
             yield {"mode": "graph", **row} | timing.graph(
                 {name: [call] for name, call in calls.items()}, calls_in_graph=32, replays=5
             )

@@ -62,6 +62,8 @@ MUTATIONS = [
         "for (u32 part = 0; part < gridDim.y; ++part)", "for (u32 part = 1; part < gridDim.y; ++part)", PARTS),
     Mutation("read this part's sums for each part", "parts_together.cuh", "+ part * each * kPairBytes)",
         "+ blockIdx.y * each * kPairBytes)", PARTS),
+    Mutation("copy the first slice of a tile for each", "parts_together.cuh",
+        "sums + static_cast<i64>(slice) * slice_bytes, s", "sums, s", PARTS),
     Mutation("add no C to the sums of all parts", "parts_together.cuh", "__fadd_rn(total[j][k], last[j][k]);",
         "__fadd_rn(total[j][k], 0.0f);", ("parts",)),
 ]  # fmt: skip

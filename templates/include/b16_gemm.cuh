@@ -98,7 +98,7 @@ struct B16Gemm {
         if constexpr (Tile::kElement == kE4m3) Final::scale_zeros(kernel, row, threadIdx.x % 32);
       });
       if constexpr (Tile::kTmaStore) store_tiles(tile);
-      if constexpr (Layout::kInParts && Tile::kAccumulate == kReads) {
+      if constexpr (Layout::kInParts && Tile::kAccumulate == kReads) {  // so that C is in L2 when all parts have met
         wait_for_previous_kernel();
         typename Layout::Parts(kernel.arg.memory).each_pair([&](u32 warp, u32 i) {
           of_pair(tile.row, tile.column, warp, i, kernel.arg.c_stride, [&](u32 j, i64 place) {
