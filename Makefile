@@ -1,5 +1,5 @@
 # make demo      compile, run and check one GEMM, with or without a GPU
-# make test      run the tests of some four minutes on two cores; where there is no GPU, test files run side by side, in up to four
+# make test      run the tests of some five minutes on two cores; where there is no GPU, test files run side by side, in up to four
 #                processes
 # make test-all  run all tests, also those that are marked long: they compile every kernel, and compare it with the record
 # make lint      ruff and mypy
