@@ -61,8 +61,8 @@ _MEETING_US = 1.2
 """What parts of products with few rows take to meet in memory: 1.1 to 1.5 us on an H200."""
 _SUMS_MEET_US, _SUM_US, _ADD_US, _ALONE = 2.0, 1.5e-4, 0.03, 1.5
 """What parts of summed products take to meet, for one of a CTA's sums to be written and copied, and for a lane to add
-two; and how much a byte counts that each CTA reads from L2. Of the times of six configs on 37 drawn sizes, on an
-H200."""
+two; and how much a byte counts that each CTA reads from L2. Of the times of six configs on 37 sizes, 28 of them
+drawn, on an H200."""
 _MOST_PARTS = 255
 """Parts that are counted in a byte."""
 

@@ -102,7 +102,7 @@ struct B16Gemm {
         wait_for_previous_kernel();
         typename Layout::Parts(kernel.arg.memory).each_pair([&](u32 warp, u32 i) {
           of_pair(tile.row, tile.column, warp, i, kernel.arg.c_stride, [&](u32 j, i64 place) {
-            if (j == 0) asm volatile("prefetch.global.L2 [%0];" ::"l"(kernel.arg.c + place * Out::kBytes) : "memory");
+            if (j == 0) prefetch_line(kernel.arg.c + place * Out::kBytes);
           });
         });
       }

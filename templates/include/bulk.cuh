@@ -13,3 +13,5 @@ DG_DEVICE void bulk_load(u32 destination, const void* source, u32 bytes, u32 bar
 DG_DEVICE void bulk_prefetch(const void* source, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
+// The line of an address.
+DG_DEVICE void prefetch_line(const void* source) { asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory"); }

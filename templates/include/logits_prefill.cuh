@@ -1,5 +1,6 @@
 // Logits of queries over one matrix of keys, of which each query attends a range. See logits.cuh.
 #pragma once
+#include "bulk.cuh"
 #include "logits.cuh"
 
 // kShortTiles: tiles of a CTA up to which nothing is shared out. Then tiles that no query attends are multiplied, too, but no load waits
@@ -201,7 +202,7 @@ struct PrefillLogits {
     const bool one = share.block == share.last_block;
     const u32 from = run.first + share.tile * kTileKeys, to = one ? run.first + share.last_tile * kTileKeys : run.last;
     const u32 key = from + thread * 32;
-    if (key < min_of(to, arg.keys)) asm volatile("prefetch.global.L2 [%0];" ::"l"(arg.scales + key) : "memory");
+    if (key < min_of(to, arg.keys)) prefetch_line(arg.scales + key);
   }
 
   // Columns of a row, [from[0], to[0]) and [from[1], to[1]), that no consumer writes: those before and after the block's run of keys.

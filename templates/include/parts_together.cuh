@@ -17,14 +17,14 @@ template <u32 kCount, u32 kWarps>
 struct PartsTogether {
   // Each lane of a warp adds pairs of sums. Those of all lanes lie together.
   enum : u32 { kPairBytes = 32 * 8, kPairs = kWarps * kCount / 2, kWordBytes = 128 };
-  // Slices are of equal size, so that there can be more pairs than a tile has.
+  // Slices are of equal size, so that all of them have up to 14 pairs more than the tile.
   enum : u32 { kMostPairs = kPairs + 16 };
   // Shared memory: a word, a barrier, and a slice of all parts.
   enum : u32 { kBarrier = 8, kSlice = 128, kSharedBytes = kSlice + (kPairs + 255) * kPairBytes };
   // A word has the mark; how many CTAs have left; whether one has left early; and how many have written their sums.
   enum : u64 { kMark = 0x93d1a86c4f000000, kLeft = 1 << 16, kEarly = 1 << 8, kOnes = 0xff, kCounts = 0xffffff };
   enum : u32 { kPatience = 1 << 19 };  // cycles that a CTA waits: about 0.3 ms
-  static_assert(kCount % 8 == 0 && kPairs <= 256);
+  static_assert(kPairs <= 256);
 
   u8 *word, *sums;
   u32 each, slice_bytes;  // pairs of a slice, and the bytes of all its parts
@@ -45,9 +45,9 @@ struct PartsTogether {
   // By a warp that has no sums: calls `touch(warp, i)` for what `add` will load, unless a CTA leaves early.
   template <class Touch>
   DG_DEVICE void each_pair(const Touch& touch) const {
-    const u32 first = blockIdx.y * each;
+    const u32 from = blockIdx.y * each;
 #pragma unroll 1
-    for (u32 pair = first; pair < min_of(first + each, +kPairs); ++pair) touch(pair / (kCount / 2), pair % (kCount / 2) * 2);
+    for (u32 pair = from; pair < min_of(from + each, +kPairs); ++pair) touch(pair / (kCount / 2), pair % (kCount / 2) * 2);
   }
 
   // Adds the sums of all parts. `sum(i)` is the i-th sum of this lane. `load(warp, i, pair)` sets what is added last to the sums i and
@@ -71,12 +71,13 @@ struct PartsTogether {
       barrier_init_fence();
       const u32 adders = meet();
       store_word(shared, adders);
-      if (own(adders).first < own(adders).end) fetch(shared, own(adders).first);
+      const auto [first, end] = slices(adders);
+      if (first < end) fetch(shared, first);
     }
     named_barrier_sync(kConsumerBarrier, kWarps * 32);
     u64 before = 0;
     if (threadIdx.x == 0) before = leave();
-    const auto [first, end] = own(load_word(shared));
+    const auto [first, end] = slices(load_word(shared));
 #pragma unroll 1
     for (slice = first; slice < end; ++slice) {
       if (slice > first) {
@@ -114,7 +115,7 @@ struct PartsTogether {
   struct Slices {
     u32 first, end;
   };
-  DG_DEVICE Slices own(u32 adders) const {
+  DG_DEVICE Slices slices(u32 adders) const {
     const u32 all = ceil_div(+kPairs, each);
     return adders > 1 ? Slices{blockIdx.y, min_of(blockIdx.y + 1, all)} : Slices{0, adders > 0 ? all : 0};
   }
@@ -147,7 +148,7 @@ struct PartsTogether {
 #pragma unroll
         for (u32 j = 0; j < kSome; ++j) {
           float read[2];
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(read[0]), "=f"(read[1]) : "r"(at[j] + part * each * kPairBytes) : "memory");
+          load_shared_pair(at[j] + part * each * kPairBytes, read[0], read[1]);
           for (u32 k = 0; k < 2; ++k) total[j][k] = __fadd_rn(total[j][k], read[k]);
         }
       }
